@@ -122,7 +122,9 @@ class StochDPOConfig:
     logging_steps: int = _doc(1, "Optimizer steps between lines of metrics.jsonl.")
     eval_steps: int | None = _doc(None, "Optimizer steps between evaluations. None: before and after training.")
     seed: int = _doc(0, "Seed of data order and draws.")
-    bf16: bool = _doc(False, "Train in bfloat16 with fp32 master weights (ZeRO stages 1 to 3).")
+    bf16: bool | None = _doc(
+        None, "Train in bfloat16 with fp32 master weights, ZeRO stages 1 to 3 (default false)."
+    )
     gradient_checkpointing: bool = _doc(False, "Recompute the layers of the live lane in the backward pass.")
     attn_implementation: Literal["auto", "flash_attn", "torch", "sdpa"] = _doc(
         "auto", "Attention backend; auto picks the first of flash_attn, torch, sdpa that the device can run."

@@ -1,0 +1,255 @@
+"""Rows of preference files and hub sets, each with the place it came from.
+
+Floor: data. Entry: `find_source`, then `RowSource.rows`. Local files are read here rather than through
+`datasets`, so that every row keeps its physical line, rows of different types may share a file, and
+nothing is cached.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.errors import ConfigError, DataError
+
+JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
+_ACCEPTED = ", ".join(DATA_SUFFIXES)
+# Sidecars that `datasets` writes next to the data.
+_METADATA_NAMES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+_JSON_SPACE = " \t\r\n"
+
+Row = tuple[Any, str]
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Where the rows of one split come from.
+
+    Attributes:
+        name: Name as the user gave it, for messages.
+        files: Files in reading order; empty for a hub set or a saved `datasets` folder.
+        hub_split: Split to take where `name` is read through `datasets`.
+    """
+
+    name: str
+    files: tuple[Path, ...] = ()
+    hub_split: str | None = None
+
+    @property
+    def parts(self) -> list[str]:
+        """What is read, in order, for the run record."""
+        return [str(path) for path in self.files] or [f"{self.name}[{self.hub_split}]"]
+
+    def rows(self, limit: int | None = None) -> Iterator[Row]:
+        """Rows in order, each with "file:n".
+
+        For JSON lines n is the physical line; for a JSON array, parquet or a hub set it is the row; both
+        from 1. A row may be any JSON value; nothing is checked here.
+
+        Args:
+            limit: Stop after this many rows; None: all.
+
+        Raises:
+            DataError: If a file cannot be read or is not what its name says.
+        """
+        if self.files:
+            chained = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
+        else:
+            chained = itertools.chain(_hub_rows(self.name, str(self.hub_split)))
+        return itertools.islice(chained, limit)
+
+
+def find_source(config: StochDPOConfig, split: str) -> RowSource:
+    """Where the rows of `split` are.
+
+    A folder's files are taken in name order; if some carry the split's name as a word in their path, only
+    those. `train` without such files takes all but those named after `dataset_test_split`. A single file has
+    no splits.
+
+    Args:
+        config: Its `dataset_name`, `dataset_train_split` and `dataset_test_split` decide.
+        split: `train` or `test`: which of the two settings to follow.
+
+    Raises:
+        ConfigError: If the setting is empty or asks a file for a split.
+        DataError: If nothing is there.
+    """
+    if not config.dataset_name:
+        raise ConfigError(
+            "dataset_name is empty; it must be a hub name, a folder or a file of preference pairs: set it."
+        )
+    if split == "train":
+        return _locate(
+            config.dataset_name, "dataset_train_split", config.dataset_train_split, config.dataset_test_split
+        )
+    if split != "test":
+        raise ValueError(f"split is {split!r}; allowed: 'train', 'test'")
+    wanted = config.dataset_test_split
+    if not wanted:
+        raise ConfigError(
+            "dataset_test_split is not set; it must be a split name or a file: set it to evaluate."
+        )
+    if wanted.endswith(DATA_SUFFIXES):
+        return RowSource(wanted, (_existing(Path(wanted).expanduser(), "dataset_test_split"),))
+    return _locate(config.dataset_name, "dataset_test_split", wanted, None)
+
+
+def _locate(name: str, key: str, split: str, held_out: str | None) -> RowSource:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return RowSource(name, hub_split=split)
+        return RowSource(name, _folder_files(path, key, split, held_out))
+    if name.endswith(DATA_SUFFIXES):
+        if split != "train":
+            raise ConfigError(
+                f"{key} is {split!r}, but dataset_name {name} is one file, which has no splits; "
+                + ("leave it at 'train'." if key == "dataset_train_split" else "give the path of a file.")
+            )
+        return RowSource(name, (_existing(path, "dataset_name"),))
+    if path.is_file():
+        raise DataError(f"dataset_name {name}: this format is not supported; accepted: {_ACCEPTED}.")
+    if name.startswith((".", "/", "~")):
+        raise DataError(f"dataset_name {name}: no such file or folder.")
+    return RowSource(name, hub_split=split)
+
+
+def _existing(path: Path, key: str) -> Path:
+    if not path.is_file():
+        raise DataError(f"{key} {path}: no such file.")
+    return path
+
+
+def _folder_files(folder: Path, key: str, split: str, held_out: str | None) -> tuple[Path, ...]:
+    direct = [path for path in sorted(folder.iterdir()) if _is_data_file(path, folder)]
+    # A local copy of a hub set keeps its files below data/.
+    files = direct or [path for path in sorted(folder.rglob("*")) if _is_data_file(path, folder)]
+    if not files:
+        raise DataError(f"dataset_name {folder}: no data file in this folder; accepted: {_ACCEPTED}.")
+    named = tuple(path for path in files if _has_word(path, folder, split))
+    if named:
+        return named
+    if split != "train":
+        raise DataError(f"{key} is {split!r}, but no file in {folder} carries that name: {_names(files)}.")
+    rest = tuple(path for path in files if not (held_out and _has_word(path, folder, held_out)))
+    if not rest:
+        raise DataError(f"{folder} has only files of dataset_test_split {held_out!r}: {_names(files)}.")
+    return rest
+
+
+def _is_data_file(path: Path, folder: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+    return (
+        path.name.endswith(DATA_SUFFIXES)
+        and path.name not in _METADATA_NAMES
+        and not hidden
+        and path.is_file()
+    )
+
+
+def _has_word(path: Path, folder: Path, word: str) -> bool:
+    pattern = rf"(?<![0-9A-Za-z]){re.escape(word)}(?![0-9A-Za-z])"
+    return re.search(pattern, path.relative_to(folder).as_posix()) is not None
+
+
+def _names(files: list[Path]) -> str:
+    return ", ".join(path.name for path in files)
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    if path.name.endswith(".parquet"):
+        return _parquet_rows(path)
+    return _json_rows(path)
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    """Rows of JSON lines or of one array, whichever the first character says; the suffix decides nothing."""
+    try:
+        with _open(path) as handle:
+            started = False
+            # Binary lines end at \n alone, so Unicode line separators inside strings break nothing.
+            for number, raw in enumerate(handle, start=1):
+                text = _decode(raw, f"{path}:{number}")
+                if number == 1:
+                    text = text.removeprefix("\ufeff")
+                if not text.strip(_JSON_SPACE):
+                    continue
+                if not started and text.lstrip(_JSON_SPACE).startswith("["):
+                    yield from _array_rows(path, text + _decode(handle.read(), str(path)), number)
+                    return
+                started = True
+                yield (
+                    _parse(text, path, number, "one JSON object a line, or one JSON array"),
+                    f"{path}:{number}",
+                )
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}.") from error
+
+
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+
+
+def _decode(raw: bytes, place: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8."
+        ) from None
+
+
+def _array_rows(path: Path, text: str, first_line: int) -> Iterator[Row]:
+    for index, row in enumerate(_parse(text, path, first_line, "one JSON array of objects"), start=1):
+        yield row, f"{path}:{index}"
+
+
+def _parse(text: str, path: Path, first_line: int, accepted: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise DataError(
+            f"{path}:{line}: not valid JSON ({error.msg}, column {error.colno}); accepted: {accepted}."
+        ) from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        number = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield row, f"{path}:{number}"
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {error}.") from error
+
+
+def _hub_rows(name: str, split: str) -> Iterator[Row]:
+    # Imported here: it takes seconds, and local files do without it.
+    import datasets
+
+    place = f"{name}[{split}]"
+    try:
+        if Path(name).expanduser().is_dir():
+            loaded = datasets.load_from_disk(str(Path(name).expanduser()))
+            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            rows = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"dataset_name {name}, split {split}: cannot be loaded: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield row, f"{place}:{number}"

@@ -1,0 +1,30 @@
+"""DeepSpeed: the only layer that imports it. Settings, process group, training engine, reference and export."""
+
+from ds_stochdpo.engine.distributed import Ranks, process_group
+from ds_stochdpo.engine.engine import Metrics, PairScores, StochDPOEngine, initialize
+from ds_stochdpo.engine.loading import (
+    check_token_ids,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+    weights_digest,
+)
+from ds_stochdpo.engine.reference import add_reference, reference_key
+from ds_stochdpo.engine.settings import resolve_settings
+
+__all__ = [
+    "Metrics",
+    "PairScores",
+    "Ranks",
+    "StochDPOEngine",
+    "add_reference",
+    "check_token_ids",
+    "initialize",
+    "load_model_config",
+    "load_policy",
+    "load_tokenizer",
+    "process_group",
+    "reference_key",
+    "resolve_settings",
+    "weights_digest",
+]

@@ -1,0 +1,143 @@
+"""The process group, and the few collectives that are not DeepSpeed's. Entry: `process_group`, `Ranks`.
+
+Every function here that says "collective" must be entered by all ranks, in the same order, whatever they drew.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+def _single_process_defaults() -> None:
+    """Let plain `python` start: DeepSpeed would look for MPI without these."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def _skip_cpu_comm_build() -> None:
+    """On CPU, DeepSpeed 0.19.8 compiles `deepspeed_shm_comm` at start: 40 s or more, and a killed build leaves a lock.
+
+    The op serves only `inference_all_reduce`. Can go when `init_distributed` no longer builds it.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+    """Join the job's process group, or make one of a single process. Collective; does nothing if it exists.
+
+    Args:
+        timeout: Longest wait in one collective before the job ends with an error.
+    """
+    _single_process_defaults()
+    _skip_cpu_comm_build()
+    if not dist.is_initialized():
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+        if get_accelerator().device_name() != "cpu":
+            get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Ranks]:
+    """The job's process group for the time of a block; destroyed at its end, whatever happens.
+
+    Without that end a gloo process aborts at random on exit. After an error no further collective is entered, since
+    the other ranks may be anywhere.
+    """
+    start_process_group(timeout)
+    try:
+        yield Ranks()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """This process among the others."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return dist.get_world_size()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes logs and files."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this process writes what each node keeps for itself."""
+        return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        name = get_accelerator().device_name()
+        return torch.device("cpu") if name == "cpu" else torch.device(get_accelerator().current_device_name())
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, in place. Collective."""
+        dist.all_reduce(values)
+        return values
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over ranks, in place. Collective."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def rows(self, values: list[int]) -> list[list[int]]:
+        """The given whole numbers of every rank. Collective."""
+        own = torch.tensor(values, dtype=torch.int64, device=self.device)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own)
+        return [row.tolist() for row in gathered]
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """The given picklable object of every rank. Collective."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, item)
+        return gathered
+
+    def from_main(self, item: Any) -> Any:
+        """Rank 0's object, on every rank. Collective."""
+        box = [item]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        dist.barrier()
+
+
+def peak_memory_gib() -> float:
+    """Peak memory of this process: device allocations, or resident set size on CPU, in GiB."""
+    if get_accelerator().device_name() != "cpu":
+        return get_accelerator().max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

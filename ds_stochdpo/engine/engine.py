@@ -1,0 +1,423 @@
+"""The training engine: one optimizer step, evaluation and scoring on DeepSpeed. Entry: `initialize`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.data.pair import PreferencePair
+from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib, start_process_group
+from ds_stochdpo.engine.export import export_model
+from ds_stochdpo.engine.settings import fill_model_sizes, resolve_settings, zero_stage
+from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, micro_step
+from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
+from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend
+from ds_stochdpo.packing import SLOTS, BatchLimits, LaneLayout, cut_micro_batches, lane_tokens, pack_lanes
+from ds_stochdpo.pruning import PairDraw, draw_pairs, full_draw
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairScores:
+    """Per-token log-probs of one pair under the current policy, nats, float32: [T_w] and [T_l]."""
+
+    chosen_logps: np.ndarray
+    rejected_logps: np.ndarray
+
+
+def initialize(
+    *,
+    model: PreTrainedModel,
+    config: StochDPOConfig,
+    deepspeed: dict[str, Any] | str | Path | None = None,
+    ref_model: PreTrainedModel | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+) -> StochDPOEngine:
+    """Wrap a causal LM for pruned preference training. Collective; starts the process group if there is none.
+
+    Args:
+        model: Policy of a supported family; it is changed in place and trains without dropout.
+        config: Settings; what they leave open is taken from the DeepSpeed JSON.
+        deepspeed: DeepSpeed JSON as a dict or path; None takes `config.deepspeed`, else ZeRO stage 0.
+        ref_model: Not taken yet: the reference is the policy as it is before the first step.
+        lr_scheduler: Makes a torch scheduler from the optimizer; None keeps the learning rate constant.
+
+    Returns:
+        The engine.
+
+    Raises:
+        ConfigError: If settings contradict each other or cannot run here.
+        ModelError: If the model cannot be run in two lanes.
+    """
+    if ref_model is not None:
+        raise ConfigError("ref_model is given; only the initial policy can be the reference: leave it out.")
+    start_process_group()
+    ranks = Ranks()
+    source = config.deepspeed if deepspeed is None else deepspeed
+    config, ds = resolve_settings(config, source, world_size=ranks.world_size)
+    backend_name, backend = choose_backend(
+        config.attn_implementation, ranks.device, torch.bfloat16 if config.bf16 else torch.float32
+    )
+    if ranks.is_main:
+        logger.info("attention backend: %s", backend_name)
+    two_lane = TwoLaneModel(
+        model,
+        backend,
+        ScoringOptions(config.score_chunk_rows, config.score_recompute),
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    ds = fill_model_sizes(ds, model.config.hidden_size)
+    return StochDPOEngine(_wrap(two_lane, config, ds, lr_scheduler), two_lane, config, ds, ranks, backend_name)
+
+
+def _wrap(model: TwoLaneModel, config: StochDPOConfig, ds: dict[str, Any], lr_scheduler: Any) -> Any:
+    if zero_stage(ds) == 3:
+        # One all-gather then serves both lanes of a layer, and nothing inside it can be called out of step.
+        deepspeed.utils.set_z3_leaf_modules(model, [model.layer_class])
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, config=ds, model_parameters=_decay_groups(model, config), lr_scheduler=lr_scheduler
+    )
+    engine.train()
+    return engine
+
+
+def _decay_groups(model: nn.Module, config: StochDPOConfig) -> list[dict[str, Any]]:
+    """Weight decay for matrices only, as the Hugging Face trainer does."""
+    if not config.weight_decay:
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
+            groups[num_dims > 1].append(parameter)
+    return [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
+
+
+class StochDPOEngine:
+    """A policy under training. Every method but `draw` and the properties is collective.
+
+    Attributes:
+        config: Settings with nothing left open.
+        ds_config: What DeepSpeed got.
+        ranks: This process among the others.
+        attention: Name of the attention backend.
+        module: The two-lane model.
+        deepspeed: The DeepSpeed engine.
+        epoch: Epoch whose draws are made when `train_step` gets none.
+    """
+
+    def __init__(
+        self,
+        ds_engine: Any,
+        module: TwoLaneModel,
+        config: StochDPOConfig,
+        ds_config: dict[str, Any],
+        ranks: Ranks,
+        attention: str,
+    ) -> None:
+        self.deepspeed = ds_engine
+        self.module = module
+        self.config = config
+        self.ds_config = ds_config
+        self.ranks = ranks
+        self.attention = attention
+        self.epoch = 0
+        self._is_initial_policy = True
+        self._stage0_norm: float | None = None
+        if zero_stage(ds_config) == 0:
+            self.deepspeed.optimizer.register_step_pre_hook(self._clip_at_stage0)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return int(self.deepspeed.global_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.deepspeed.optimizer.param_groups[0]["lr"])
+
+    @property
+    def is_initial_policy(self) -> bool:
+        """Whether the weights are still those the engine was given."""
+        return self._is_initial_policy
+
+    def draw(self, pairs: Sequence[PreferencePair]) -> list[PairDraw]:
+        """Draws of the pairs of all ranks in one optimizer step, at the engine's step and epoch. Not collective.
+
+        Args:
+            pairs: The global pairs of the step.
+
+        Returns:
+            One draw for each pair; a pure function of seed, epoch, step, ids and lengths.
+        """
+        return self._draw([(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs])
+
+    def _draw(self, lengths: Sequence[tuple[int, int, int]]) -> list[PairDraw]:
+        pair_ids, chosen, rejected = zip(*lengths, strict=True) if lengths else ((), (), ())
+        return draw_pairs(
+            self.config.pruning,
+            seed=self.config.seed,
+            epoch=self.epoch,
+            step=self.step,
+            pair_ids=pair_ids,
+            chosen_lengths=chosen,
+            rejected_lengths=rejected,
+        )
+
+    def train_step(self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw] | None = None) -> Metrics:
+        """One optimizer step.
+
+        Args:
+            pairs: This rank's pairs; ranks may have different numbers, also none.
+            draws: One draw for each pair. None: drawn over the pairs of all ranks.
+
+        Returns:
+            Metrics over all ranks, equal on every rank: the names of `PAIR_MEANS` (means over pairs, estimates from
+            what was sampled), `TOKEN_SUMS`, tokens/full (what padding-free DPO would run), grad_norm (before
+            clipping), learning_rate, time/step_s and memory/peak_gib (largest over ranks).
+
+        Raises:
+            ConfigError: If pairs lack the reference log-probs that the settings ask for.
+            LockstepError: If the ranks are at different steps or have different settings.
+            StochDPOError: If the loss is not finite; the weights are then unchanged.
+        """
+        started = time.perf_counter()
+        self._check_reference(pairs)
+        if draws is None:
+            draws = self._draw_over_ranks(pairs)
+        micro_batches, num_pairs_global = self._plan(pairs, draws, self._train_limits())
+        # DeepSpeed averages gradients over ranks; the surrogate is already divided by the pairs of all of them.
+        undo_average = self.ranks.world_size
+        sums = self._zero_sums()
+        for indices in micro_batches:
+            micro_draws = [draws[i] for i in indices]
+            layout = self._pack([pairs[i] for i in indices], micro_draws)
+            outcome = micro_step(
+                layout, micro_draws, *self.deepspeed(layout), self.config, num_pairs_global=num_pairs_global
+            )
+            self.deepspeed.backward(outcome.surrogate * undo_average)
+            sums += outcome.sums
+        full = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
+        metrics = self._reduce(sums, full, num_pairs_global)
+        self._require_finite(metrics, pairs)
+        metrics["learning_rate"] = self.learning_rate
+        self._is_initial_policy = False
+        self.deepspeed.step()
+        metrics["grad_norm"] = self._grad_norm()
+        worst = torch.tensor([time.perf_counter() - started, peak_memory_gib()], dtype=torch.float64)
+        worst = self.ranks.max(worst.to(self.ranks.device))
+        metrics["time/step_s"], metrics["memory/peak_gib"] = worst.tolist()
+        return metrics
+
+    def evaluate(
+        self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None
+    ) -> Metrics:
+        """Loss and rewards with every keep rate 1 and no gradient.
+
+        Args:
+            pairs: This rank's pairs.
+            progress: Told the number of pairs finished after each micro-batch.
+
+        Returns:
+            The names of `PAIR_MEANS` over the pairs of all ranks; exact, they depend neither on batch size, packing,
+            order nor world size beyond rounding (1e-5 relative in fp32).
+
+        Raises:
+            ConfigError: If pairs lack the reference log-probs that the settings ask for.
+        """
+        self._check_reference(pairs)
+        draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
+        sums = self._zero_sums()
+        num_pairs_global = 0
+        for indices, layout, live, frozen, num_pairs_global in self._forward_all(pairs, draws):
+            outcome = micro_step(
+                layout, [draws[i] for i in indices], live, frozen, self.config, num_pairs_global=num_pairs_global
+            )
+            sums += outcome.sums
+            if progress:
+                progress(len(indices))
+        if num_pairs_global == 0:
+            raise ConfigError("evaluate got no pairs on any rank.")
+        return {k: v for k, v in self._reduce(sums, 0, num_pairs_global).items() if k in PAIR_MEANS}
+
+    def score(
+        self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None
+    ) -> list[PairScores]:
+        """Per-token log-probs of both responses under the current policy, with the prompt run once.
+
+        Args:
+            pairs: This rank's pairs.
+            progress: Told the number of pairs finished after each micro-batch.
+
+        Returns:
+            One record for each pair, in order.
+        """
+        draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
+        scores = [
+            PairScores(np.zeros(len(p.chosen_ids), np.float32), np.zeros(len(p.rejected_ids), np.float32)) for p in pairs
+        ]
+        for indices, layout, live, frozen, _ in self._forward_all(pairs, draws):
+            _unpack_scores(layout, torch.cat([live, frozen]), [scores[i] for i in indices])
+            if progress:
+                progress(len(indices))
+        return scores
+
+    def export(self, output_dir: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Write the policy in Hugging Face form and read it back to verify it.
+
+        Args:
+            output_dir: Folder for config.json and *.safetensors.
+            tokenizer: Saved beside the weights if given.
+
+        Raises:
+            ExportError: If the written files are not the model.
+        """
+        export_model(self.module.lm, Path(output_dir), self.ranks, tokenizer)
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Write DeepSpeed's state under `folder`; only the same world size and ZeRO stage can load it."""
+        self.deepspeed.save_checkpoint(str(folder), client_state={"ds_stochdpo_epoch": self.epoch})
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Load what `save_checkpoint` wrote. DeepSpeed unpickles it: load only files you trust.
+
+        Raises:
+            ConfigError: If the folder holds no checkpoint.
+        """
+        path, client_state = self.deepspeed.load_checkpoint(str(folder))
+        if path is None:
+            raise ConfigError(f"{folder} holds no checkpoint; give the folder that save_checkpoint wrote.")
+        self.epoch = int(client_state["ds_stochdpo_epoch"])
+        self._is_initial_policy = False
+
+    def _pack(self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]) -> LaneLayout:
+        layout = pack_lanes(
+            pairs,
+            draws,
+            share_prompt=self.config.share_prompt,
+            share_response_start=self.config.share_response_start,
+        )
+        return layout.to(self.ranks.device)
+
+    def _train_limits(self) -> BatchLimits:
+        assert self.config.per_device_train_batch_size is not None
+        return BatchLimits(self.config.per_device_train_batch_size, self.config.max_tokens_per_micro_batch)
+
+    def _draw_over_ranks(self, pairs: Sequence[PreferencePair]) -> list[PairDraw]:
+        own = [(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
+        # Every rank: a balanced branch draw needs the pairs of all ranks.
+        shares = self.ranks.gather_objects(own)
+        start = sum(len(share) for share in shares[: self.ranks.rank])
+        return self._draw([lengths for share in shares for lengths in share])[start : start + len(own)]
+
+    def _plan(
+        self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw], limits: BatchLimits
+    ) -> tuple[list[list[int]], int]:
+        """This rank's micro-batches, padded with empty ones to the same number on every rank; pairs of all ranks."""
+        shares = {"share_prompt": self.config.share_prompt, "share_response_start": self.config.share_response_start}
+        tokens = [lane_tokens(p, d, **shares).total for p, d in zip(pairs, draws, strict=True)]
+        micro_batches = cut_micro_batches(tokens, limits)
+        settings = zlib.crc32(repr(sorted(self.config.to_dict().items())).encode())
+        # Every rank: the count must agree, for each forward and backward is a collective.
+        rows = self.ranks.rows([len(pairs), len(micro_batches), self.step, self.epoch, settings])
+        if len({tuple(row[2:]) for row in rows}) > 1:
+            raise LockstepError(
+                f"ranks disagree on (optimizer step, epoch, settings): {[row[2:] for row in rows]}; "
+                "start every rank with the same command and data."
+            )
+        num_micro = max(row[1] for row in rows)
+        micro_batches += [[] for _ in range(num_micro - len(micro_batches))]
+        return micro_batches, sum(row[0] for row in rows)
+
+    def _forward_all(
+        self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]
+    ) -> Iterator[tuple[list[int], LaneLayout, Tensor, Tensor, int]]:
+        """Run every pair without gradient, in lock-step micro-batches."""
+        limits = BatchLimits(self.config.per_device_eval_batch_size, self.config.max_tokens_per_micro_batch)
+        micro_batches, num_pairs_global = self._plan(pairs, draws, limits)
+        with torch.no_grad(), self._evaluating():
+            for indices in micro_batches:
+                layout = self._pack([pairs[i] for i in indices], [draws[i] for i in indices])
+                live, frozen = self.deepspeed(layout)
+                yield indices, layout, live, frozen, num_pairs_global
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.deepspeed.eval()
+        try:
+            yield
+        finally:
+            self.deepspeed.train()
+
+    def _check_reference(self, pairs: Sequence[PreferencePair]) -> None:
+        if self.config.reference == "none":
+            return
+        for pair in pairs:
+            if pair.chosen_ref_logps is None or pair.rejected_ref_logps is None:
+                raise ConfigError(
+                    f"pair {pair.pair_id} ({pair.source}) has no reference log-probs, but reference is "
+                    f"{self.config.reference}; pass pairs from add_reference, or set reference: none."
+                )
+
+    def _zero_sums(self) -> Tensor:
+        return torch.zeros(len(PAIR_MEANS) + len(TOKEN_SUMS), dtype=torch.float64, device=self.ranks.device)
+
+    def _reduce(self, sums: Tensor, full_tokens: int, num_pairs_global: int) -> Metrics:
+        total = self.ranks.sum(torch.cat([sums, sums.new_tensor([full_tokens])])).tolist()
+        means = {name: value / num_pairs_global for name, value in zip(PAIR_MEANS, total, strict=False)}
+        return means | dict(zip((*TOKEN_SUMS, "tokens/full"), total[len(PAIR_MEANS) :], strict=True))
+
+    def _require_finite(self, metrics: Metrics, pairs: Sequence[PreferencePair]) -> None:
+        # The metrics are equal on all ranks, so all of them stop here.
+        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["logps/chosen"] + metrics["logps/rejected"]):
+            return
+        raise StochDPOError(
+            f"optimizer step {self.step + 1}: loss is {metrics['loss']} (logps/chosen {metrics['logps/chosen']}, "
+            f"logps/rejected {metrics['logps/rejected']}); pairs of this rank: {[p.pair_id for p in pairs]}. "
+            "Lower the learning rate, or look at these pairs."
+        )
+
+    def _clip_at_stage0(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """DeepSpeed's fp32 stage 0 reports no gradient norm, so it is taken, and clipped, right before the step."""
+        limit = self.config.max_grad_norm or math.inf
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._stage0_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+
+    def _grad_norm(self) -> float:
+        norm = self._stage0_norm if self._stage0_norm is not None else self.deepspeed.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+
+def _unpack_scores(layout: LaneLayout, logp_K: Tensor, scores: Sequence[PairScores]) -> None:
+    groups = (layout.live_rows, layout.detached_rows, layout.frozen_rows)
+    slot_K = torch.cat([g.slot_K for g in groups]).cpu().numpy()
+    position_K = torch.cat([g.position_K for g in groups]).cpu().numpy()
+    values_K = logp_K.float().cpu().numpy()
+    for index, record in enumerate(scores):
+        for slot, name in enumerate(SLOTS):
+            rows = slot_K == index * len(SLOTS) + slot
+            if name != "rejected":
+                record.chosen_logps[position_K[rows]] = values_K[rows]
+            if name != "chosen":
+                record.rejected_logps[position_K[rows]] = values_K[rows]
+
+
+__all__ = ["Metrics", "PairScores", "StochDPOEngine", "initialize"]

@@ -1,0 +1,130 @@
+"""Tokenizer and policy from disk or hub; under ZeRO-3 the weights arrive already partitioned. Entry: `load_policy`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.utils import cached_file
+
+from ds_stochdpo.engine.settings import fill_model_sizes, zero_stage
+from ds_stochdpo.errors import ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
+    """Tokenizer of a model.
+
+    Args:
+        model_name_or_path: Folder or hub name.
+
+    Returns:
+        The tokenizer, unchanged: no pad token is invented, since packed lanes need none.
+
+    Raises:
+        ConfigError: If there is none at that place.
+    """
+    if not model_name_or_path:
+        raise ConfigError("model_name_or_path is empty; name a folder or a hub model.")
+    try:
+        return AutoTokenizer.from_pretrained(model_name_or_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {error}") from error
+
+
+def load_model_config(model_name_or_path: str) -> Any:
+    """Config of a model, without its weights.
+
+    Raises:
+        ConfigError: If there is none at that place.
+    """
+    try:
+        return AutoConfig.from_pretrained(model_name_or_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_name_or_path is {model_name_or_path!r}; no config loads from it: {error}") from error
+
+
+def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> PreTrainedModel:
+    """Policy to train, in the dtype of its computation.
+
+    Collective under ZeRO-3: each rank keeps its share of every tensor and never holds the whole model.
+
+    Args:
+        model_name_or_path: Folder or hub name.
+        ds: DeepSpeed dict from `resolve_settings`.
+        bf16: Load in bfloat16 instead of float32.
+
+    Returns:
+        The causal LM in evaluation mode.
+
+    Raises:
+        ModelError: If weights are missing, so that new random ones would be trained without a word.
+    """
+    hidden_size = load_model_config(model_name_or_path).hidden_size
+    # transformers partitions while it loads, for as long as this object lives.
+    partitioning = HfDeepSpeedConfig(fill_model_sizes(ds, hidden_size)) if zero_stage(ds) == 3 else None
+    lm, report = AutoModelForCausalLM.from_pretrained(
+        model_name_or_path,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+    )
+    del partitioning
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report[problem]:
+            names = ", ".join(sorted(map(str, report[problem]))[:5])
+            raise ModelError(f"{model_name_or_path} lacks weights for this model ({problem}: {names}); use a complete folder.")
+    return lm.eval()
+
+
+def weights_digest(model_name_or_path: str) -> str:
+    """sha256 over the weight files of a model: sound under ZeRO-3, where a state dict holds empty shards.
+
+    Args:
+        model_name_or_path: Folder or hub name whose files are on disk.
+
+    Returns:
+        Hexadecimal digest of names and contents.
+
+    Raises:
+        ModelError: If no weight file is found.
+    """
+    folder = Path(model_name_or_path)
+    if not folder.is_dir():
+        folder = Path(str(cached_file(model_name_or_path, "config.json"))).parent
+    files = sorted(f for pattern in WEIGHT_PATTERNS for f in folder.glob(pattern))
+    if not files:
+        raise ModelError(f"no weight file ({', '.join(WEIGHT_PATTERNS)}) in {folder}.")
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def check_token_ids(largest_id: int, lm: PreTrainedModel, tokenizer_size: int) -> None:
+    """Refuse token ids the embedding has no row for.
+
+    Args:
+        largest_id: Largest id in the pairs.
+        lm: The model; under ZeRO-3 its embedding may be partitioned.
+        tokenizer_size: Entries of the tokenizer, for the message.
+
+    Raises:
+        ModelError: If an id has no row.
+    """
+    rows = lm.get_input_embeddings().num_embeddings
+    if largest_id >= rows:
+        raise ModelError(
+            f"token id {largest_id} >= embedding rows {rows} (the tokenizer has {tokenizer_size} entries); "
+            "use the model's own tokenizer, or resize the model's embeddings and save it first."
+        )

@@ -1,0 +1,256 @@
+"""A Hugging Face causal LM in its two-lane form: every parameterised module runs once for both lanes.
+
+The live lane passes through the model's own forward; the frozen lane rides beside it in a `LaneState`. Modules change
+their class, not their place, so parameter names stay those of the model. Entry: `TwoLaneModel`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from ds_stochdpo.errors import ModelError
+from ds_stochdpo.model.attention import ATTENTION_NAME, Backend, LaneCall
+from ds_stochdpo.model.families import Family, family_of
+from ds_stochdpo.model.scoring import ScoringHead, ScoringOptions
+from ds_stochdpo.packing.lanes import LaneLayout
+
+
+class LaneState:
+    """The frozen lane on its way through one forward, shared by all two-lane modules of a model.
+
+    Attributes:
+        backend: Attention kernel.
+        checkpoints_live: Recompute the layers of the live lane in the backward pass.
+        layout: The micro-batch; set only during a forward.
+        frozen_hidden: Hidden states of the frozen lane [1, T, D].
+        frozen_rotary: Rotary embedding of the frozen lane's positions.
+        frozen_rows_KD: Normed hidden states to score without gradient.
+    """
+
+    def __init__(self, backend: Backend, checkpoints_live: bool) -> None:
+        self.backend = backend
+        self.checkpoints_live = checkpoints_live
+        self._layout: LaneLayout | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the micro-batch and every tensor of it."""
+        self._layout = None
+        self.frozen_hidden: Tensor | None = None
+        self.frozen_rotary: Any = None
+        self.frozen_rows_KD: Tensor | None = None
+
+    @property
+    def layout(self) -> LaneLayout:
+        """The micro-batch that is being run."""
+        if self._layout is None:
+            raise ModelError("two-lane modules run only inside TwoLaneModel.forward.")
+        return self._layout
+
+    @contextmanager
+    def running(self, layout: LaneLayout) -> Iterator[None]:
+        """Hold `layout` for the time of one forward."""
+        self._layout = layout
+        try:
+            yield
+        finally:
+            self.clear()
+
+
+class TwoLaneEmbedding:
+    """Mixin: looks up both lanes; the frozen one without gradient."""
+
+    lane_state: LaneState
+    reads_positions: bool
+
+    def forward(self, live: Tensor) -> Tensor:
+        """Embed the live lane's ids or positions, and the frozen lane's beside it."""
+        state = self.lane_state
+        lane = state.layout.frozen
+        with torch.no_grad():
+            frozen = super().forward((lane.positions_T if self.reads_positions else lane.ids_T)[None])  # type: ignore[misc]
+        state.frozen_hidden = frozen if state.frozen_hidden is None else state.frozen_hidden + frozen
+        return super().forward(live)  # type: ignore[misc]
+
+
+class TwoLaneRotary:
+    """Mixin: rotary embedding for each lane's own positions."""
+
+    lane_state: LaneState
+
+    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        """Rotary embedding of the live lane; the frozen lane's is kept in the state."""
+        state = self.lane_state
+        state.frozen_rotary = super().forward(x, state.layout.frozen.positions_T[None], **kwargs)  # type: ignore[misc]
+        return super().forward(x, position_ids, **kwargs)  # type: ignore[misc]
+
+
+class TwoLaneLayer:
+    """Mixin: one decoder layer for both lanes inside one module call.
+
+    Under ZeRO-3 the class is a leaf module, so one all-gather serves both lanes whatever a rank drew.
+    """
+
+    lane_state: LaneState
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the live lane, then the frozen lane against the prompt keys the live lane left."""
+        state = self.lane_state
+        layout = state.layout
+        layer = super().forward  # type: ignore[misc]
+        call = LaneCall(layout.live.segments, state.backend)
+        if len(layout.prompt_rows_C):
+            call.capture_rows_C = layout.prompt_rows_C
+
+        def run_live(live_hidden: Tensor) -> Tensor:
+            return layer(live_hidden, *args, lane=call, **kwargs)
+
+        if state.checkpoints_live and torch.is_grad_enabled():
+            # Nothing random is drawn inside a layer, so the RNG state need not be kept for the recomputation.
+            output = checkpoint(run_live, hidden, use_reentrant=False, preserve_rng_state=False)
+        else:
+            output = run_live(hidden)
+        call.is_open = False
+        self._run_frozen(layer, call, args, kwargs)
+        call.prompt_keys = call.prompt_values = None
+        return output
+
+    def _run_frozen(self, layer: Any, live_call: LaneCall, args: Any, kwargs: dict[str, Any]) -> None:
+        state = self.lane_state
+        lane = state.layout.frozen
+        if not len(lane.ids_T):
+            return
+        call = LaneCall(
+            lane.segments, state.backend, None, live_call.prompt_keys, live_call.prompt_values
+        )
+        own = {"position_ids": lane.positions_T[None], "position_embeddings": state.frozen_rotary}
+        with torch.no_grad():
+            frozen_kwargs = {**kwargs, **{k: v for k, v in own.items() if k in kwargs}}
+            state.frozen_hidden = layer(state.frozen_hidden, *args, lane=call, **frozen_kwargs)
+
+
+class TwoLaneNorm:
+    """Mixin: final norm of the rows that are scored, and of no others."""
+
+    lane_state: LaneState
+    keeps_rows: bool
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Norm the live rows to score; the frozen ones are kept in the state.
+
+        A model whose forward reshapes the norm's output to the input's length (`keeps_rows`) gets every live row back.
+        """
+        state = self.lane_state
+        layout = state.layout
+        assert state.frozen_hidden is not None
+        with torch.no_grad():
+            frozen = torch.cat(
+                [hidden[0].detach()[layout.detached_rows.row_K], state.frozen_hidden[0, layout.frozen_rows.row_K]]
+            )
+            state.frozen_rows_KD = super().forward(frozen[None])[0]  # type: ignore[misc]
+        live = hidden if self.keeps_rows else hidden[:, layout.live_rows.row_K]
+        return super().forward(live)  # type: ignore[misc]
+
+
+@functools.cache
+def two_lane_class(mixin: type, base: type) -> type:
+    """`base` with the two-lane forward of `mixin`; the same class for the same pair, so it can be marked as a leaf."""
+    return type(f"TwoLane{base.__name__}", (mixin, base), {"__module__": base.__module__})
+
+
+class TwoLaneModel(nn.Module):
+    """What the engine wraps: one forward scores the sampled tokens of one micro-batch."""
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        backend: Backend,
+        scoring: ScoringOptions | None = None,
+        *,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        """Turn `lm` into its two-lane form in place.
+
+        Args:
+            lm: Causal LM of a supported family; it cannot generate afterwards (export it and load the export).
+            backend: Attention kernel from `choose_backend`.
+            scoring: How rows meet the head; soft cap and scale are taken from the model's config.
+            gradient_checkpointing: Recompute the live lane's layers in the backward pass.
+
+        Raises:
+            ModelError: If the model's family or settings cannot be run in two lanes.
+        """
+        super().__init__()
+        self.family = family_of(lm)
+        self.lane_state = LaneState(backend, gradient_checkpointing)
+        self.layer_class = _convert(lm, self.family, self.lane_state, scoring or ScoringOptions())
+        self.lm = lm
+
+    def forward(self, layout: LaneLayout) -> tuple[Tensor, Tensor]:
+        """Score the sampled tokens of both lanes.
+
+        Args:
+            layout: The micro-batch, on the model's device.
+
+        Returns:
+            Log-probs in nats, fp32: of `layout.live_rows`, with gradient; and without gradient of
+            `layout.detached_rows` followed by `layout.frozen_rows`.
+        """
+        live = layout.live
+        with self.lane_state.running(layout):
+            hidden = self.lm.base_model(
+                input_ids=live.ids_T[None], position_ids=live.positions_T[None], use_cache=False
+            ).last_hidden_state[0]
+            live_KD = hidden[layout.live_rows.row_K] if self.family.norm_keeps_rows else hidden
+            frozen_targets = torch.cat([layout.detached_rows.target_K, layout.frozen_rows.target_K])
+            return self.lm.get_output_embeddings()(
+                live_KD, layout.live_rows.target_K, self.lane_state.frozen_rows_KD, frozen_targets
+            )
+
+
+def _convert(lm: PreTrainedModel, family: Family, state: LaneState, scoring: ScoringOptions) -> type:
+    """Set the two-lane classes; returns the class of the decoder layers."""
+    _own_config(lm)
+    base = lm.base_model
+    if lm.is_gradient_checkpointing:
+        lm.gradient_checkpointing_disable()
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            # Policy and reference must be comparable; the config keeps the model's own rate for the export.
+            module.p = 0.0
+    for path, reads_positions in family.embeddings:
+        embedding = _swap(base.get_submodule(path), TwoLaneEmbedding, state)
+        embedding.reads_positions = reads_positions
+    if family.rotary:
+        _swap(base.get_submodule(family.rotary), TwoLaneRotary, state)
+    layers = [_swap(layer, TwoLaneLayer, state) for layer in base.get_submodule(family.layers)]
+    _swap(base.get_submodule(family.norm), TwoLaneNorm, state).keeps_rows = family.norm_keeps_rows
+    head = lm.get_output_embeddings()
+    head.__class__ = ScoringHead
+    head.scoring = family.scoring(lm.config, scoring)
+    return type(layers[0])
+
+
+def _swap(module: nn.Module, mixin: type, state: LaneState) -> Any:
+    module.__class__ = two_lane_class(mixin, type(module))
+    module.lane_state = state  # type: ignore[assignment]
+    return module
+
+
+def _own_config(lm: PreTrainedModel) -> None:
+    """Give the model a config of its own: others may share the object, and the attention name must not reach them."""
+    shared = lm.config
+    own = copy.deepcopy(shared)
+    own._attn_implementation = ATTENTION_NAME
+    for module in lm.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own

@@ -1,0 +1,136 @@
+"""How the pairs of one optimizer step are spread over ranks and cut into micro-batches.
+
+A pure function of lengths and draws, so every rank can compute the plan of all ranks.
+Entry: `assign_to_ranks`, `cut_micro_batches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_stochdpo.data.pair import PreferencePair
+from ds_stochdpo.pruning.draws import BranchDraw, PairDraw
+
+
+@dataclass(frozen=True)
+class LaneTokens:
+    """Tokens one pair puts into the live and the frozen lane."""
+
+    live: int
+    frozen: int
+
+    @property
+    def total(self) -> int:
+        """Tokens run for the pair."""
+        return self.live + self.frozen
+
+    @property
+    def cost(self) -> int:
+        """Work in token-forwards: a backward pass costs two forwards."""
+        return 3 * self.live + self.frozen
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """What one micro-batch of one rank may hold.
+
+    Attributes:
+        max_pairs: Most pairs.
+        max_tokens: Most tokens run, both lanes together; None: no limit. A single pair above it runs alone.
+    """
+
+    max_pairs: int
+    max_tokens: int | None = None
+
+
+def lane_tokens(
+    pair: PreferencePair, draw: PairDraw, *, share_prompt: bool = True, share_response_start: bool = True
+) -> LaneTokens:
+    """Tokens `pack_lanes` will run for a pair, without building the lanes.
+
+    Args:
+        pair: The pair.
+        draw: What was drawn for it.
+        share_prompt: As in `pack_lanes`.
+        share_response_start: As in `pack_lanes`.
+
+    Returns:
+        Tokens of both lanes.
+    """
+    shared = pair.shared_start if share_response_start else 0
+    common = len(pair.prompt_ids) + shared
+    own = {"chosen": _own_inputs(draw.chosen, shared), "rejected": _own_inputs(draw.rejected, shared)}
+    kept = ["chosen", "rejected"] if draw.kept == "both" else [draw.kept]
+    dropped = [name for name in own if name not in kept]
+    live_copies = 1 if share_prompt else len(kept)
+    frozen_copies = 0 if share_prompt else len(dropped)
+    return LaneTokens(
+        live=live_copies * common + sum(own[name] for name in kept),
+        frozen=frozen_copies * common + sum(own[name] for name in dropped),
+    )
+
+
+def _own_inputs(draw: BranchDraw, shared: int) -> int:
+    return max(0, int(draw.positions[-1]) - shared) if len(draw.positions) else 0
+
+
+def assign_to_ranks(costs: Sequence[int], world_size: int) -> list[list[int]]:
+    """Spread pairs over ranks so that the dearest rank is cheap, with pair counts within 1 of each other.
+
+    Longest first, each to the cheapest rank that still has room; deterministic.
+
+    >>> assign_to_ranks([5, 1, 4, 2], 2)
+    [[0, 1], [2, 3]]
+
+    Args:
+        costs: Work of each pair, in any unit.
+        world_size: Number of ranks.
+
+    Returns:
+        For each rank the indices of its pairs, ascending; a rank may get none.
+    """
+    small, larger = divmod(len(costs), world_size)
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        num_larger = sum(len(s) > small for s in shares)
+        open_ranks = [
+            r for r in range(world_size)
+            if len(shares[r]) < small or (len(shares[r]) == small and num_larger < larger)
+        ]  # fmt: skip
+        rank = min(open_ranks, key=lambda r: (loads[r], r))
+        shares[rank].append(index)
+        loads[rank] += costs[index]
+    return [sorted(share) for share in shares]
+
+
+def cut_micro_batches(tokens: Sequence[int], limits: BatchLimits) -> list[list[int]]:
+    """Cut one rank's pairs of a step into micro-batches that keep the limits.
+
+    Without a token limit the micro-batches get equal counts and even tokens, so ranks in lock-step wait little; with
+    one, first fit in order of falling length, so the fullest comes first and a lack of memory shows early.
+
+    >>> cut_micro_batches([10, 90, 40], BatchLimits(max_pairs=2, max_tokens=100))
+    [[0, 1], [2]]
+
+    Args:
+        tokens: Tokens each pair runs.
+        limits: Most pairs and tokens.
+
+    Returns:
+        Indices of each micro-batch, ascending; empty for no pairs.
+    """
+    if limits.max_tokens is None:
+        return assign_to_ranks(tokens, -(-len(tokens) // limits.max_pairs))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        fits = [b for b in range(len(bins)) if room[b] >= tokens[index] and len(bins[b]) < limits.max_pairs]
+        if fits:
+            bins[fits[0]].append(index)
+            room[fits[0]] -= tokens[index]
+        else:
+            bins.append([index])
+            room.append(limits.max_tokens - tokens[index])
+    return [sorted(b) for b in bins]

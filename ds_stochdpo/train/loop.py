@@ -1,0 +1,145 @@
+"""The training loop: windows of pairs, their draws, optimizer steps, evaluations. Entry: `TrainLoop.run`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.data import PreferencePair, epoch_order, step_batches
+from ds_stochdpo.engine import Metrics, StochDPOEngine
+from ds_stochdpo.packing import assign_to_ranks, lane_tokens
+from ds_stochdpo.train.progress import Progress
+from ds_stochdpo.train.record import RunRecord
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many optimizer steps a run takes, and of how many pairs.
+
+    Attributes:
+        pairs_per_step: Pairs of an optimizer step over all ranks; the last of an epoch may be short.
+        steps_per_epoch: Optimizer steps of one pass over the pairs.
+        total_steps: Optimizer steps of the run.
+        warmup_steps: Steps in which the learning rate rises.
+    """
+
+    pairs_per_step: int
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+
+
+def plan_schedule(config: StochDPOConfig, *, num_pairs: int, world_size: int) -> Schedule:
+    """Step counts of a run.
+
+    Args:
+        config: Settings with batch sizes resolved.
+        num_pairs: Pairs of the training split.
+        world_size: Ranks.
+
+    Returns:
+        The schedule; at least one step, since a short window is a whole optimizer step.
+    """
+    assert config.per_device_train_batch_size is not None
+    assert config.gradient_accumulation_steps is not None
+    pairs_per_step = world_size * config.per_device_train_batch_size * config.gradient_accumulation_steps
+    steps_per_epoch = math.ceil(num_pairs / pairs_per_step)
+    total = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
+    warmup = config.warmup_steps
+    return Schedule(
+        pairs_per_step, steps_per_epoch, total, math.ceil(warmup * total) if 0 < warmup < 1 else int(warmup)
+    )
+
+
+class TrainLoop:
+    """Runs the optimizer steps of a training run and logs them."""
+
+    def __init__(
+        self,
+        engine: StochDPOEngine,
+        schedule: Schedule,
+        record: RunRecord,
+        pairs: Sequence[PreferencePair],
+        test_pairs: Sequence[PreferencePair] = (),
+    ) -> None:
+        """Set up the loop.
+
+        Args:
+            engine: The policy.
+            schedule: Step counts.
+            record: Where metrics go.
+            pairs: Training pairs with reference log-probs, alike on every rank.
+            test_pairs: Held-out pairs, likewise; none: no evaluation.
+        """
+        self.engine, self.schedule, self.record = engine, schedule, record
+        self.pairs, self.test_pairs = pairs, test_pairs
+        self.config = engine.config
+        self.evaluations: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """Train, with an evaluation before and after. Collective."""
+        self.evaluate()
+        window: list[Metrics] = []
+        with self._progress("training", self.schedule.total_steps, "step") as bar:
+            while self.engine.step < self.schedule.total_steps:
+                metrics = self.train_step()
+                window.append(metrics)
+                step = self.engine.step
+                bar.advance(1, f"loss {metrics['loss']:.4f}, margin {metrics['rewards/margins']:+.4f}")
+                if step % self.config.logging_steps == 0 or step == self.schedule.total_steps:
+                    epoch = step / self.schedule.steps_per_epoch
+                    self.record.metrics({"step": step, "epoch": epoch, **_summary(window)})
+                    window = []
+                if self.config.eval_steps and step % self.config.eval_steps == 0 and step < self.schedule.total_steps:
+                    self.evaluate()
+        self.evaluate()
+
+    def train_step(self) -> Metrics:
+        """One optimizer step on the next window of the epoch's order. Collective.
+
+        Every rank knows all pairs, so each draws for the whole window and takes its own share of it.
+        """
+        engine, step = self.engine, self.engine.step
+        engine.epoch = step // self.schedule.steps_per_epoch
+        window = [self.pairs[i] for i in self._window(step)]
+        draws = engine.draw(window)
+        shares = {"share_prompt": self.config.share_prompt, "share_response_start": self.config.share_response_start}
+        costs = [lane_tokens(p, d, **shares).cost for p, d in zip(window, draws, strict=True)]
+        own = assign_to_ranks(costs, engine.ranks.world_size)[engine.ranks.rank]
+        if self.config.log_draws:
+            self.record.draws(step + 1, [p.pair_id for p in window], draws)
+        return engine.train_step([window[i] for i in own], [draws[i] for i in own])
+
+    def evaluate(self) -> None:
+        """Evaluate the held-out pairs and log the line. Collective; nothing without held-out pairs."""
+        if not self.test_pairs:
+            return
+        costs = [len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in self.test_pairs]
+        own = assign_to_ranks(costs, self.engine.ranks.world_size)[self.engine.ranks.rank]
+        with self._progress("evaluating", len(own), "pair") as bar:
+            metrics = self.engine.evaluate([self.test_pairs[i] for i in own], bar.advance)
+        step = self.engine.step
+        line = {"step": step, "epoch": step / self.schedule.steps_per_epoch}
+        line |= {f"eval_{name}": value for name, value in metrics.items()}
+        self.evaluations.append(line)
+        self.record.metrics(line)
+
+    def _window(self, step: int) -> np.ndarray:
+        order = epoch_order(len(self.pairs), self.config.seed, step // self.schedule.steps_per_epoch)
+        return step_batches(order, self.schedule.pairs_per_step)[step % self.schedule.steps_per_epoch]
+
+    def _progress(self, title: str, total: int, unit: str) -> Progress:
+        return Progress(title, total, unit, is_shown=self.engine.ranks.is_main)
+
+
+def _summary(window: Sequence[Metrics]) -> Metrics:
+    """One line for some steps: their mean; the last learning rate; the largest memory."""
+    line = {name: sum(m[name] for m in window) / len(window) for name in window[-1]}
+    line["learning_rate"] = window[-1]["learning_rate"]
+    line["memory/peak_gib"] = max(m["memory/peak_gib"] for m in window)
+    return line

@@ -1,0 +1,65 @@
+"""Progress a person can follow: a bar on a terminal, plain lines in a file, nothing on other ranks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+LINES_PER_BAR = 10
+"""Plain lines of one bar when the output is not a terminal."""
+
+
+class Progress:
+    """Counts `total` units of work under a title. A terminal gets a tqdm bar, a pipe about ten lines."""
+
+    def __init__(self, title: str, total: int, unit: str, *, is_shown: bool = True) -> None:
+        """Start counting.
+
+        Args:
+            title: What is being done.
+            total: Units in all.
+            unit: Name of a unit, as in "pair".
+            is_shown: False on every rank but the one that speaks.
+        """
+        self.title, self.total, self.unit = title, total, unit
+        self.done = 0
+        self._started = time.monotonic()
+        self._next_line = total / LINES_PER_BAR
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True) if is_shown and is_terminal else None
+        self._writes_lines = is_shown and not is_terminal
+        if self._writes_lines:
+            logger.info("%s: 0 of %d %ss", title, total, unit)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Record finished units.
+
+        Args:
+            count: Units finished since the last call.
+            note: Latest numbers, shown beside the bar.
+        """
+        self.done += count
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
+        elif self._writes_lines and (self.done >= self._next_line or self.done >= self.total):
+            self._next_line = self.done + self.total / LINES_PER_BAR
+            seconds = time.monotonic() - self._started
+            left = seconds / self.done * (self.total - self.done)
+            logger.info(
+                "%s: %d of %d %ss, %.0f s, about %.0f s left%s",
+                self.title, self.done, self.total, self.unit, seconds, left, f" | {note}" if note else "",
+            )  # fmt: skip

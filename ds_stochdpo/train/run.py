@@ -1,0 +1,189 @@
+"""A whole training run: settings in, aligned model and its record out. Entry: `run_training`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
+
+from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.data import PairSet, PreferencePair, load_pairs
+from ds_stochdpo.engine import (
+    StochDPOEngine,
+    add_reference,
+    check_token_ids,
+    initialize,
+    load_model_config,
+    load_policy,
+    load_tokenizer,
+    process_group,
+    reference_key,
+    resolve_settings,
+    weights_digest,
+)
+from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
+from ds_stochdpo.train.progress import Progress
+from ds_stochdpo.train.record import RunRecord, claim_output_dir, commit, versions
+from ds_stochdpo.train.report import write_report
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(config: StochDPOConfig) -> None:
+    """Train, evaluate, export and report. Every rank of the job calls this with the same settings.
+
+    Data and settings are checked before the ranks meet, so a mistake ends all of them alike.
+
+    Args:
+        config: The settings.
+
+    Raises:
+        StochDPOError: If settings, data or model are wrong, a loss is not finite, or the export does not verify.
+    """
+    started = time.time()
+    output_dir = Path(config.output_dir)
+    stale = claim_output_dir(output_dir, overwrite=config.overwrite_output_dir)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    resolved, ds = resolve_settings(config, config.deepspeed, world_size=world_size)
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    train_set, test_set = _load_data(config, tokenizer)
+    schedule = plan_schedule(resolved, num_pairs=len(train_set.pairs), world_size=world_size)
+    set_seed(config.seed)
+    with process_group() as ranks:
+        record = RunRecord(output_dir, writes=ranks.is_main, stale=stale)
+        engine = _build_engine(config, ds, schedule, [*train_set.pairs, *(test_set.pairs if test_set else [])], tokenizer)
+        facts = _facts(engine, train_set, test_set, schedule)
+        record.run(facts)
+        _announce(engine, schedule, train_set)
+        pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
+        test_pairs = _with_reference(engine, test_set, tokenizer, "held-out pairs") if test_set else []
+        loop = TrainLoop(engine, schedule, record, pairs, test_pairs)
+        loop.run()
+        engine.export(output_dir, tokenizer)
+        record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
+        if ranks.is_main:
+            write_report(output_dir)
+            _announce_end(loop, output_dir)
+
+
+def _load_data(config: StochDPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PairSet, PairSet | None]:
+    context = getattr(load_model_config(config.model_name_or_path), "max_position_embeddings", None)
+    train_set = load_pairs(config, tokenizer, context_length=context)
+    has_test = config.dataset_test_split is not None
+    return train_set, load_pairs(config, tokenizer, split="test", context_length=context) if has_test else None
+
+
+def _build_engine(
+    config: StochDPOConfig,
+    ds: dict[str, Any],
+    schedule: Schedule,
+    pairs: Sequence[PreferencePair],
+    tokenizer: PreTrainedTokenizerBase,
+) -> StochDPOEngine:
+    lm = load_policy(config.model_name_or_path, ds, bf16=bool(ds["bf16"]["enabled"]))
+    ids = (p.prompt_ids.max() for p in pairs), (max(p.chosen_ids.max(), p.rejected_ids.max()) for p in pairs)
+    check_token_ids(int(max(max(part) for part in ids)), lm, len(tokenizer))
+    scheduler = partial(
+        get_scheduler,
+        config.lr_scheduler_type,
+        num_warmup_steps=schedule.warmup_steps,
+        num_training_steps=schedule.total_steps,
+    )
+    return initialize(model=lm, config=config, lr_scheduler=lambda optimizer: scheduler(optimizer))
+
+
+def _with_reference(
+    engine: StochDPOEngine, pair_set: PairSet, tokenizer: PreTrainedTokenizerBase, what: str
+) -> list[PreferencePair]:
+    config, ranks = engine.config, engine.ranks
+    if config.reference == "none":
+        return pair_set.pairs
+    # One rank reads the weight files; a 70B model would else be read once a rank.
+    weights = ranks.from_main(weights_digest(config.model_name_or_path) if ranks.is_main else None)
+    key = reference_key(
+        weights=weights,
+        tokenizer=_tokenizer_digest(tokenizer),
+        pairs=pair_set.fingerprint,
+        max_length=pair_set.max_length or 0,
+        dtype=str(next(engine.module.parameters()).dtype),
+    )
+    folder = Path(config.reference_cache_dir) if config.reference_cache_dir else _default_cache()
+    share = -(-len(pair_set.pairs) // ranks.world_size)
+    with Progress(f"reference log-probs, {what}", share, "pair", is_shown=ranks.is_main) as bar:
+        return add_reference(engine, pair_set.pairs, folder / f"{key}.safetensors", bar.advance)
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ds_stochdpo" / "reference"
+
+
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    parts = {"vocab": tokenizer.get_vocab(), "template": tokenizer.chat_template, "special": tokenizer.all_special_ids}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _facts(engine: StochDPOEngine, train_set: PairSet, test_set: PairSet | None, schedule: Schedule) -> dict[str, Any]:
+    sets = {"train": train_set} | ({"test": test_set} if test_set else {})
+    return {
+        "settings": engine.config.to_dict(),
+        "deepspeed": engine.ds_config,
+        "versions": versions(),
+        "commit": commit(),
+        "device": str(engine.ranks.device),
+        "world_size": engine.ranks.world_size,
+        "threads": torch.get_num_threads(),
+        "attention": engine.attention,
+        "schedule": vars(schedule),
+        "data": {
+            name: {
+                "files": s.files,
+                "fingerprint": s.fingerprint,
+                "max_length": s.max_length,
+                "counts": s.counts,
+                "first_lines": s.first_lines,
+            }
+            for name, s in sets.items()
+        },
+        "finished": False,
+    }
+
+
+def _announce(engine: StochDPOEngine, schedule: Schedule, train_set: PairSet) -> None:
+    if not engine.ranks.is_main:
+        return
+    config = engine.config
+    stage = engine.ds_config.get("zero_optimization", {}).get("stage", 0)
+    precision = "bf16" if config.bf16 else "fp32"
+    logger.info(
+        "%d pairs, %d optimizer steps of %d pairs, %d rank(s), ZeRO stage %s, %s, attention %s, max_length %s",
+        len(train_set.pairs), schedule.total_steps, schedule.pairs_per_step, engine.ranks.world_size, stage,
+        precision, engine.attention, train_set.max_length,
+    )  # fmt: skip
+    plan = config.pruning
+    logger.info(
+        "position_keep %g (%s), prefix_keep %g (%s, %s), branch %s, share_prompt %s",
+        plan.position_keep, plan.position_sampler, plan.prefix_keep, plan.prefix_sampler, plan.prefix_weighting,
+        plan.branch, config.share_prompt,
+    )  # fmt: skip
+
+
+def _announce_end(loop: TrainLoop, output_dir: Path) -> None:
+    if loop.evaluations:
+        before, after = loop.evaluations[0], loop.evaluations[-1]
+        logger.info("held-out pairs, nothing sampled      before      after")
+        rows = {"accuracy": "rewards/accuracies", "reward margin": "rewards/margins", "loss": "loss"}
+        for title, name in rows.items():
+            logger.info("  %-30s %10.4f %10.4f", title, before[f"eval_{name}"], after[f"eval_{name}"])
+    logger.info("model, metrics.jsonl and report.html are in %s", output_dir)
+
+

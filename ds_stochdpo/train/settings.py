@@ -1,0 +1,98 @@
+"""Command line and YAML to settings: one name for key, flag and field. Entry: `parse_settings`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.errors import ConfigError
+
+_USAGE = "deepspeed launch/train.py --config FILE.yaml [--KEY VALUE ...]"
+_DESCRIPTION = (
+    "Preference alignment with a stochastically pruned DPO graph. Every key of the YAML file is also a flag, and a "
+    "flag wins over the file."
+)
+
+
+def parse_settings(arguments: Sequence[str]) -> StochDPOConfig:
+    """Settings of a run.
+
+    Args:
+        arguments: Command line without the program's name: `--config FILE` and any `--key value`. The `--local_rank`
+            that the deepspeed launcher adds is taken and not used.
+
+    Returns:
+        Checked settings.
+
+    Raises:
+        ConfigError: If a key or flag is unknown (with the nearest known one), a value has the wrong type, or the
+            settings contradict each other.
+    """
+    parser = _parser()
+    files, _ = _pre_parser().parse_known_args(arguments)
+    if files.config is not None:
+        # As text, so that a value in the file is read exactly as the same value on the command line.
+        values = _read_yaml(Path(files.config))
+        parser.set_defaults(**{key: None if value is None else str(value) for key, value in values.items()})
+    try:
+        known, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}.") from None
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no setting{_nearest(unknown[0].lstrip('-'))}")
+    return StochDPOConfig(**{f.name: getattr(known, f.name) for f in dataclasses.fields(StochDPOConfig)})
+
+
+def _pre_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file of settings.")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = HfArgumentParser(
+        StochDPOConfig,
+        prog="launch/train.py",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        parents=[_pre_parser()],
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    return parser
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config is {str(path)!r}, which cannot be read: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config is {str(path)!r}, which is not YAML: {error}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"config is {str(path)!r}, which holds a {type(values).__name__}; write 'key: value' lines.")
+    known = {f.name for f in dataclasses.fields(StochDPOConfig)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{path}: {key} is no setting{_nearest(str(key))}")
+        if isinstance(value, (dict, list)):
+            raise ConfigError(f"{path}: {key} holds a {type(value).__name__}; write one plain value.")
+    return values
+
+
+def _nearest(name: str) -> str:
+    known = [f.name for f in dataclasses.fields(StochDPOConfig)]
+    close = difflib.get_close_matches(name.split("=")[0], known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; see {Path(sys.argv[0]).name} --help."

@@ -1,0 +1,40 @@
+"""Align a causal LM with preference pairs.
+
+deepspeed launch/train.py --config launch/recipes/quickstart.yaml [--key value ...]
+
+Also under torchrun and plain python. `--help` lists every setting.
+"""
+
+import logging
+import os
+import sys
+
+from transformers.utils import logging as transformers_logging
+
+from ds_stochdpo.errors import StochDPOError
+from ds_stochdpo.train import parse_settings, run_training
+
+EXIT_MISTAKE = 2
+"""Exit code for wrong settings, data or model."""
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format=f"%(asctime)s [rank {rank}] %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    if rank != 0 or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    try:
+        run_training(parse_settings(sys.argv[1:]))
+    except StochDPOError as error:
+        print(f"error [rank {rank}]: {error}", file=sys.stderr, flush=True)
+        return EXIT_MISTAKE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Containers and encodings: the same rows whatever the file looks like, each with its place."""
+
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.data.rows import find_source
+from ds_stochdpo.errors import ConfigError, DataError
+from tests.tiny import pair_rows, write_pairs, write_rows
+
+
+def read(path, limit=None, split="train", **settings):
+    config = StochDPOConfig(dataset_name=str(path), **settings)
+    return list(find_source(config, split).rows(limit))
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+ROWS = pair_rows(5)
+BLANKS = "\n\n".join(json.dumps(row) for row in ROWS)
+INDENTED = json.dumps(ROWS, indent=2)
+CONTAINERS = {
+    "lines.jsonl": (lines(ROWS).encode(), [1, 2, 3, 4, 5]),
+    "lines.json": (lines(ROWS).encode(), [1, 2, 3, 4, 5]),
+    "bom.jsonl": (b"\xef\xbb\xbf" + lines(ROWS).encode(), [1, 2, 3, 4, 5]),
+    "crlf.jsonl": (lines(ROWS).replace("\n", "\r\n").encode(), [1, 2, 3, 4, 5]),
+    "blanks.jsonl": (b"\n \r\n" + BLANKS.encode(), [3, 5, 7, 9, 11]),
+    "array.json": (INDENTED.encode(), [1, 2, 3, 4, 5]),
+    "array.jsonl": (INDENTED.encode(), [1, 2, 3, 4, 5]),
+    "array_bom.json": (b"\xef\xbb\xbf\n" + INDENTED.encode(), [1, 2, 3, 4, 5]),
+    "lines.jsonl.gz": (gzip.compress(lines(ROWS).encode()), [1, 2, 3, 4, 5]),
+    "array.json.gz": (gzip.compress(INDENTED.encode()), [1, 2, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_container_gives_the_same_rows_and_counts_physical_lines(tmp_path, name):
+    content, places = CONTAINERS[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert read(path) == [(row, f"{path}:{place}") for row, place in zip(ROWS, places, strict=True)]
+
+
+def test_parquet_gives_the_same_rows(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert read(path) == [(row, f"{path}:{i}") for i, row in enumerate(ROWS, start=1)]
+
+
+def test_unicode_line_separators_inside_strings_do_not_split_a_row(tmp_path):
+    rows = [{"prompt": "one\u2028two\u2029three\x85four", "chosen": "a", "rejected": "b"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(rows[0], ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [row for row, _ in read(path)] == rows
+
+
+def test_a_folder_is_read_in_name_order(tmp_path):
+    for name, part in (("b.jsonl", ROWS[2:]), ("a.jsonl", ROWS[:2])):
+        write_rows(tmp_path / name, part)
+    (tmp_path / "README.md").write_text("not data")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    write_rows(tmp_path / ".hidden.jsonl", ROWS)
+    assert [row for row, _ in read(tmp_path)] == ROWS
+    assert [source.rsplit("/", 1)[1] for _, source in read(tmp_path)] == [
+        "a.jsonl:1", "a.jsonl:2", "b.jsonl:1", "b.jsonl:2", "b.jsonl:3"
+    ]  # fmt: skip
+
+
+def test_a_folder_with_files_named_after_splits_keeps_them_apart(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "train-00000.jsonl", ROWS[:3])
+    write_rows(tmp_path / "data" / "test-00000.jsonl", ROWS[3:])
+    assert [row for row, _ in read(tmp_path)] == ROWS[:3]
+    assert [row for row, _ in read(tmp_path, split="test", dataset_test_split="test")] == ROWS[3:]
+    with pytest.raises(DataError, match="validation"):
+        read(tmp_path, split="test", dataset_test_split="validation")
+
+
+def test_the_held_out_file_of_a_folder_is_not_trained_on(tmp_path):
+    write_rows(tmp_path / "a.jsonl", ROWS[:2])
+    write_rows(tmp_path / "b.jsonl", ROWS[2:4])
+    write_rows(tmp_path / "test.jsonl", ROWS[4:])
+    assert [row for row, _ in read(tmp_path, dataset_test_split="test")] == ROWS[:4]
+    assert [row for row, _ in read(tmp_path)] == ROWS
+
+
+def test_the_test_split_may_be_a_file(tmp_path):
+    train, test = write_pairs(tmp_path / "p.jsonl", 4), write_pairs(tmp_path / "q.jsonl", 2)
+    assert [source for _, source in read(train, split="test", dataset_test_split=str(test))] == [
+        f"{test}:1", f"{test}:2"
+    ]  # fmt: skip
+
+
+def test_a_set_saved_by_datasets_is_read_by_split(tmp_path):
+    import datasets
+
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    assert [row for row, _ in read(tmp_path / "saved")] == ROWS
+
+
+def test_a_hub_name_goes_through_datasets(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = read("someone/pairs", dataset_train_split="train_prefs[:9]", limit=2)
+    assert asked == [("someone/pairs", "train_prefs[:9]")]
+    assert rows == [(row, f"someone/pairs[train_prefs[:9]]:{i}") for i, row in enumerate(ROWS[:2], start=1)]
+
+
+def test_the_limit_counts_rows_from_the_start(tmp_path):
+    write_rows(tmp_path / "a.jsonl", ROWS[:2])
+    write_rows(tmp_path / "b.jsonl", ROWS[2:])
+    assert [row for row, _ in read(tmp_path, limit=3)] == ROWS[:3]
+
+
+BROKEN = {
+    "half.jsonl": (lines(ROWS[:2]).encode() + b'{"prompt": "x"', "half.jsonl:3: not valid JSON"),
+    "array.json": (b'[\n{"prompt": "x"},\n{"prompt" "y"}\n]', "array.json:3: not valid JSON"),
+    "latin.jsonl": (lines(ROWS[:1]).encode() + b'{"prompt": "\xe9"}\n', "latin.jsonl:2: not UTF-8"),
+    "cut.jsonl.gz": (gzip.compress(lines(ROWS).encode())[:-12], "cut.jsonl.gz: cannot be read"),
+    "plain.jsonl.gz": (lines(ROWS).encode(), "plain.jsonl.gz: cannot be read"),
+    "fake.parquet": (lines(ROWS).encode(), "fake.parquet: cannot be read as parquet"),
+    "rows.csv": (b"prompt,chosen,rejected\n", "rows.csv: this format is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_with_its_line(tmp_path, name):
+    content, message = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["./nothing/here", "missing.jsonl"])
+def test_a_missing_path_is_named(name):
+    with pytest.raises(DataError, match=f"{name}: no such"):
+        read(name)
+
+
+def test_an_empty_folder_says_what_would_be_accepted(tmp_path):
+    with pytest.raises(DataError, match=r"no data file .* accepted: \.json"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("split", "settings", "message"),
+    [
+        ("train", {"dataset_train_split": "train[:5]"}, r"dataset_train_split is 'train\[:5\]'"),
+        ("test", {"dataset_test_split": "test"}, "dataset_test_split is 'test'"),
+        ("test", {}, "dataset_test_split is not set"),
+    ],
+)
+def test_one_file_has_no_splits(tmp_path, split, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        read(write_pairs(tmp_path / "p.jsonl", 3), split=split, **settings)
+
+
+def test_no_name_is_a_setting_error():
+    with pytest.raises(ConfigError, match="dataset_name is empty"):
+        read("")
