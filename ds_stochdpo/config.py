@@ -122,9 +122,7 @@ class StochDPOConfig:
     logging_steps: int = _doc(1, "Optimizer steps between lines of metrics.jsonl.")
     eval_steps: int | None = _doc(None, "Optimizer steps between evaluations. None: before and after training.")
     seed: int = _doc(0, "Seed of data order and draws.")
-    bf16: bool | None = _doc(
-        None, "Train in bfloat16 with fp32 master weights, ZeRO stages 1 to 3 (default false)."
-    )
+    bf16: bool | None = _doc(None, "Train in bfloat16 with fp32 master weights, ZeRO stages 1 to 3 (default false).")
     gradient_checkpointing: bool = _doc(False, "Recompute the layers of the live lane in the backward pass.")
     attn_implementation: Literal["auto", "flash_attn", "torch", "sdpa"] = _doc(
         "auto", "Attention backend; auto picks the first of flash_attn, torch, sdpa that the device can run."
@@ -194,7 +192,7 @@ class StochDPOConfig:
             )
         if self.loss_type == "robust" and not 0.0 <= self.label_smoothing < 0.5:
             raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}; robust divides by 1 - 2 * label_smoothing: keep it below 0.5."
+                f"label_smoothing is {self.label_smoothing}; robust divides by 1 - 2 * label_smoothing: keep it < 0.5."
             )
         if self.reference == "none" and self.loss_type == "robust":
             raise ConfigError(
@@ -246,7 +244,9 @@ def _require_choice(key: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 def _require_int(key: str, value: Any, *, low: int, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{key} is {value!r}; it must be a whole number of at least {low}{', ' + also if also else ''}.")
+        raise ConfigError(
+            f"{key} is {value!r}; it must be a whole number of at least {low}{', ' + also if also else ''}."
+        )
 
 
 def _require_number(
@@ -267,4 +267,6 @@ def _require_number(
             return
     left = "(" if low_open or low == -math.inf else "["
     right = ")" if high_open or high == math.inf else "]"
-    raise ConfigError(f"{key} is {value!r}; it must be a number in {left}{low:g}, {high:g}{right}{', ' + also if also else ''}.")
+    raise ConfigError(
+        f"{key} is {value!r}; it must be a number in {left}{low:g}, {high:g}{right}{', ' + also if also else ''}."
+    )

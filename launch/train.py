@@ -8,6 +8,7 @@ Also under torchrun and plain python. `--help` lists every setting.
 import logging
 import os
 import sys
+import warnings
 
 from transformers.utils import logging as transformers_logging
 
@@ -26,6 +27,8 @@ def main() -> int:
         format=f"%(asctime)s [rank {rank}] %(message)s",
         datefmt="%H:%M:%S",
     )
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames; nothing a user could change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if rank != 0 or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     try:

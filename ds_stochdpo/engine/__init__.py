@@ -1,7 +1,8 @@
 """DeepSpeed: the only layer that imports it. Settings, process group, training engine, reference and export."""
 
 from ds_stochdpo.engine.distributed import Ranks, process_group
-from ds_stochdpo.engine.engine import Metrics, PairScores, StochDPOEngine, initialize
+from ds_stochdpo.engine.engine import Metrics, StochDPOEngine
+from ds_stochdpo.engine.initialize import initialize
 from ds_stochdpo.engine.loading import (
     check_token_ids,
     load_model_config,
@@ -11,6 +12,7 @@ from ds_stochdpo.engine.loading import (
 )
 from ds_stochdpo.engine.reference import add_reference, reference_key
 from ds_stochdpo.engine.settings import resolve_settings
+from ds_stochdpo.engine.step import PairScores
 
 __all__ = [
     "Metrics",

@@ -1,9 +1,7 @@
-"""The training engine: one optimizer step, evaluation and scoring on DeepSpeed. Entry: `initialize`."""
+"""The training engine: one optimizer step, evaluation and scoring on DeepSpeed. Entry: `StochDPOEngine`."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import math
 import time
 import zlib
@@ -12,102 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.pair import PreferencePair
-from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib, start_process_group
+from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib
 from ds_stochdpo.engine.export import export_model
-from ds_stochdpo.engine.settings import fill_model_sizes, resolve_settings, zero_stage
-from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, micro_step
+from ds_stochdpo.engine.settings import zero_stage
+from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_step, unpack_scores
 from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
-from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend
-from ds_stochdpo.packing import SLOTS, BatchLimits, LaneLayout, cut_micro_batches, lane_tokens, pack_lanes
+from ds_stochdpo.model import TwoLaneModel
+from ds_stochdpo.packing import BatchLimits, LaneLayout, cut_micro_batches, lane_tokens, pack_lanes
 from ds_stochdpo.pruning import PairDraw, draw_pairs, full_draw
 
-logger = logging.getLogger(__name__)
-
 Metrics = dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PairScores:
-    """Per-token log-probs of one pair under the current policy, nats, float32: [T_w] and [T_l]."""
-
-    chosen_logps: np.ndarray
-    rejected_logps: np.ndarray
-
-
-def initialize(
-    *,
-    model: PreTrainedModel,
-    config: StochDPOConfig,
-    deepspeed: dict[str, Any] | str | Path | None = None,
-    ref_model: PreTrainedModel | None = None,
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-) -> StochDPOEngine:
-    """Wrap a causal LM for pruned preference training. Collective; starts the process group if there is none.
-
-    Args:
-        model: Policy of a supported family; it is changed in place and trains without dropout.
-        config: Settings; what they leave open is taken from the DeepSpeed JSON.
-        deepspeed: DeepSpeed JSON as a dict or path; None takes `config.deepspeed`, else ZeRO stage 0.
-        ref_model: Not taken yet: the reference is the policy as it is before the first step.
-        lr_scheduler: Makes a torch scheduler from the optimizer; None keeps the learning rate constant.
-
-    Returns:
-        The engine.
-
-    Raises:
-        ConfigError: If settings contradict each other or cannot run here.
-        ModelError: If the model cannot be run in two lanes.
-    """
-    if ref_model is not None:
-        raise ConfigError("ref_model is given; only the initial policy can be the reference: leave it out.")
-    start_process_group()
-    ranks = Ranks()
-    source = config.deepspeed if deepspeed is None else deepspeed
-    config, ds = resolve_settings(config, source, world_size=ranks.world_size)
-    backend_name, backend = choose_backend(
-        config.attn_implementation, ranks.device, torch.bfloat16 if config.bf16 else torch.float32
-    )
-    if ranks.is_main:
-        logger.info("attention backend: %s", backend_name)
-    two_lane = TwoLaneModel(
-        model,
-        backend,
-        ScoringOptions(config.score_chunk_rows, config.score_recompute),
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
-    ds = fill_model_sizes(ds, model.config.hidden_size)
-    return StochDPOEngine(_wrap(two_lane, config, ds, lr_scheduler), two_lane, config, ds, ranks, backend_name)
-
-
-def _wrap(model: TwoLaneModel, config: StochDPOConfig, ds: dict[str, Any], lr_scheduler: Any) -> Any:
-    if zero_stage(ds) == 3:
-        # One all-gather then serves both lanes of a layer, and nothing inside it can be called out of step.
-        deepspeed.utils.set_z3_leaf_modules(model, [model.layer_class])
-    engine, _, _, _ = deepspeed.initialize(
-        model=model, config=ds, model_parameters=_decay_groups(model, config), lr_scheduler=lr_scheduler
-    )
-    engine.train()
-    return engine
-
-
-def _decay_groups(model: nn.Module, config: StochDPOConfig) -> list[dict[str, Any]]:
-    """Weight decay for matrices only, as the Hugging Face trainer does."""
-    if not config.weight_decay:
-        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            num_dims = len(getattr(parameter, "ds_shape", parameter.shape))
-            groups[num_dims > 1].append(parameter)
-    return [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}]
 
 
 class StochDPOEngine:
@@ -210,9 +129,8 @@ class StochDPOEngine:
         for indices in micro_batches:
             micro_draws = [draws[i] for i in indices]
             layout = self._pack([pairs[i] for i in indices], micro_draws)
-            outcome = micro_step(
-                layout, micro_draws, *self.deepspeed(layout), self.config, num_pairs_global=num_pairs_global
-            )
+            live, frozen = self.deepspeed(layout)
+            outcome = micro_step(layout, micro_draws, live, frozen, self.config, num_pairs_global=num_pairs_global)
             self.deepspeed.backward(outcome.surrogate * undo_average)
             sums += outcome.sums
         full = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
@@ -227,9 +145,7 @@ class StochDPOEngine:
         metrics["time/step_s"], metrics["memory/peak_gib"] = worst.tolist()
         return metrics
 
-    def evaluate(
-        self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None
-    ) -> Metrics:
+    def evaluate(self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None) -> Metrics:
         """Loss and rewards with every keep rate 1 and no gradient.
 
         Args:
@@ -258,9 +174,7 @@ class StochDPOEngine:
             raise ConfigError("evaluate got no pairs on any rank.")
         return {k: v for k, v in self._reduce(sums, 0, num_pairs_global).items() if k in PAIR_MEANS}
 
-    def score(
-        self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None
-    ) -> list[PairScores]:
+    def score(self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None) -> list[PairScores]:
         """Per-token log-probs of both responses under the current policy, with the prompt run once.
 
         Args:
@@ -272,10 +186,11 @@ class StochDPOEngine:
         """
         draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
         scores = [
-            PairScores(np.zeros(len(p.chosen_ids), np.float32), np.zeros(len(p.rejected_ids), np.float32)) for p in pairs
+            PairScores(np.zeros(len(p.chosen_ids), np.float32), np.zeros(len(p.rejected_ids), np.float32))
+            for p in pairs
         ]
         for indices, layout, live, frozen, _ in self._forward_all(pairs, draws):
-            _unpack_scores(layout, torch.cat([live, frozen]), [scores[i] for i in indices])
+            unpack_scores(layout, torch.cat([live, frozen]), [scores[i] for i in indices])
             if progress:
                 progress(len(indices))
         return scores
@@ -404,20 +319,3 @@ class StochDPOEngine:
     def _grad_norm(self) -> float:
         norm = self._stage0_norm if self._stage0_norm is not None else self.deepspeed.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
-
-
-def _unpack_scores(layout: LaneLayout, logp_K: Tensor, scores: Sequence[PairScores]) -> None:
-    groups = (layout.live_rows, layout.detached_rows, layout.frozen_rows)
-    slot_K = torch.cat([g.slot_K for g in groups]).cpu().numpy()
-    position_K = torch.cat([g.position_K for g in groups]).cpu().numpy()
-    values_K = logp_K.float().cpu().numpy()
-    for index, record in enumerate(scores):
-        for slot, name in enumerate(SLOTS):
-            rows = slot_K == index * len(SLOTS) + slot
-            if name != "rejected":
-                record.chosen_logps[position_K[rows]] = values_K[rows]
-            if name != "chosen":
-                record.rejected_logps[position_K[rows]] = values_K[rows]
-
-
-__all__ = ["Metrics", "PairScores", "StochDPOEngine", "initialize"]

@@ -1,4 +1,4 @@
-"""Hugging Face export of a possibly partitioned model, gathered one shard at a time and verified. Entry: `export_model`."""
+"""Hugging Face export of a possibly partitioned model, shard by shard, then verified. Entry: `export_model`."""
 
 from __future__ import annotations
 
@@ -57,14 +57,7 @@ def export_model(
         for stale in [*output_dir.glob("model*.safetensors"), output_dir / INDEX_NAME]:
             stale.unlink(missing_ok=True)
     for filename, names in plan.filename_to_tensors.items():
-        shard: dict[str, Tensor] = {}
-        for name in names:
-            # Every rank: gathering a partitioned tensor is a collective.
-            with _gathered(tensors[name]) as whole:
-                if ranks.is_main:
-                    shard[name] = whole.detach().to("cpu", copy=True).contiguous()
-        if ranks.is_main:
-            save_file(shard, output_dir / filename, metadata={"format": "pt"})
+        _write_shard(output_dir / filename, {name: tensors[name] for name in names}, ranks)
     if ranks.is_main:
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -77,6 +70,17 @@ def export_model(
     problem = ranks.from_main(problem)
     if problem:
         raise ExportError(f"export to {output_dir} failed: {problem}.")
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        # Every rank: gathering a partitioned tensor is a collective.
+        with _gathered(tensor) as whole:
+            if ranks.is_main:
+                shard[name] = whole.detach().to("cpu", copy=True).contiguous()
+    if ranks.is_main:
+        save_file(shard, path, metadata={"format": "pt"})
 
 
 def _tensors_to_save(lm: PreTrainedModel) -> dict[str, Tensor]:
@@ -119,7 +123,7 @@ def _find_problem(tensors: dict[str, Tensor], files: dict[str, str], output_dir:
             names = {name for name, file in files.items() if file == filename}
             if set(stored.keys()) != names:
                 return f"{filename} holds other tensors than planned: {sorted(set(stored.keys()) ^ names)[:5]}"
-            for name in stored.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in stored.keys():
                 value = stored.get_tensor(name)
                 if value.shape != _full_shape(tensors[name]):
                     return f"{name} has shape {tuple(value.shape)}, not {tuple(_full_shape(tensors[name]))}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations import HfDeepSpeedConfig
-from transformers.utils import cached_file
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
+from transformers.utils.hub import cached_file
 
 from ds_stochdpo.engine.settings import fill_model_sizes, zero_stage
 from ds_stochdpo.errors import ConfigError, ModelError
@@ -37,7 +38,9 @@ def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(model_name_or_path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {error}") from error
+        raise ConfigError(
+            f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {error}"
+        ) from error
 
 
 def load_model_config(model_name_or_path: str) -> Any:
@@ -71,17 +74,20 @@ def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> P
     hidden_size = load_model_config(model_name_or_path).hidden_size
     # transformers partitions while it loads, for as long as this object lives.
     partitioning = HfDeepSpeedConfig(fill_model_sizes(ds, hidden_size)) if zero_stage(ds) == 3 else None
-    lm, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_name_or_path,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         attn_implementation="sdpa",
         output_loading_info=True,
     )
+    lm, report = loaded
     del partitioning
     for problem in ("missing_keys", "mismatched_keys"):
         if report[problem]:
             names = ", ".join(sorted(map(str, report[problem]))[:5])
-            raise ModelError(f"{model_name_or_path} lacks weights for this model ({problem}: {names}); use a complete folder.")
+            raise ModelError(
+                f"{model_name_or_path} lacks weights for this model ({problem}: {names}); use a complete folder."
+            )
     return lm.eval()
 
 
@@ -122,7 +128,7 @@ def check_token_ids(largest_id: int, lm: PreTrainedModel, tokenizer_size: int) -
     Raises:
         ModelError: If an id has no row.
     """
-    rows = lm.get_input_embeddings().num_embeddings
+    rows = cast(nn.Embedding, lm.get_input_embeddings()).num_embeddings
     if largest_id >= rows:
         raise ModelError(
             f"token id {largest_id} >= embedding rows {rows} (the tokenizer has {tokenizer_size} entries); "

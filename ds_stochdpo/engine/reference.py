@@ -98,8 +98,14 @@ def _compute(
     merged = {i: both for part in engine.ranks.gather_objects(own) for i, both in part.items()}
     logps = np.concatenate([part for i in range(len(pairs)) for part in merged[i]])
     if not np.isfinite(logps).all():
-        bad = [pairs[i].source or pairs[i].pair_id for i, both in merged.items() if not np.isfinite(np.concatenate(both)).all()]
-        raise StochDPOError(f"the reference gives log-probs that are not finite for {bad[:5]}; look at these rows and the model.")
+        bad = [
+            pairs[i].source or pairs[i].pair_id
+            for i, both in merged.items()
+            if not np.isfinite(np.concatenate(both)).all()
+        ]
+        raise StochDPOError(
+            f"the reference gives log-probs that are not finite for {bad[:5]}; look at these rows and the model."
+        )
     return logps
 
 

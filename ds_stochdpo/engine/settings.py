@@ -47,11 +47,8 @@ def resolve_settings(
         ConfigError: If the two contradict each other or ask for what cannot be trained.
     """
     ds = _read(deepspeed)
-    for key in ("scheduler",):
-        if key in ds:
-            raise ConfigError(
-                f"the DeepSpeed JSON has a {key} section; remove it: lr_scheduler_type and warmup_steps own the schedule."
-            )
+    if "scheduler" in ds:
+        raise ConfigError("the DeepSpeed JSON has a scheduler section; remove it: lr_scheduler_type owns the schedule.")
     values = {key: _agree(key, getattr(config, key), path, ds, default) for key, path, default in _SHARED}
     config = dataclasses.replace(config, **values)
     _check_train_batch(config, ds, world_size)

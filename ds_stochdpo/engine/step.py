@@ -1,6 +1,6 @@
-"""From the log-probs of one micro-batch to its loss, its surrogate and the sums that are logged.
+"""From the log-probs of one micro-batch to its loss, its surrogate, the sums that are logged, and per-token scores.
 
-Shape letters: P pairs, K scored rows. Entry: `micro_step`.
+Shape letters: P pairs, K scored rows. Entry: `micro_step`, `unpack_scores`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,3 +128,32 @@ def slot_sums(layout: LaneLayout, live_logp_K: Tensor, frozen_logp_K: Tensor) ->
         return sums.index_add_(0, slot_K, values_K * weight_K).view(-1, len(SLOTS))
 
     return summed(logp_K), summed(ref_K)
+
+
+@dataclass(frozen=True, eq=False)
+class PairScores:
+    """Per-token log-probs of one pair under the current policy, nats, float32: [T_w] and [T_l]."""
+
+    chosen_logps: np.ndarray
+    rejected_logps: np.ndarray
+
+
+def unpack_scores(layout: LaneLayout, logp_K: Tensor, scores: Sequence[PairScores]) -> None:
+    """Put the log-probs of a micro-batch back where their tokens stand.
+
+    Args:
+        layout: The micro-batch.
+        logp_K: Log-probs of its live, detached and frozen rows, in this order.
+        scores: Records of its pairs, in slot order; filled in place. A shared start goes to both responses.
+    """
+    groups = (layout.live_rows, layout.detached_rows, layout.frozen_rows)
+    slot_K = torch.cat([g.slot_K for g in groups]).cpu().numpy()
+    position_K = torch.cat([g.position_K for g in groups]).cpu().numpy()
+    values_K = logp_K.float().cpu().numpy()
+    for index, record in enumerate(scores):
+        for slot, name in enumerate(SLOTS):
+            rows = slot_K == index * len(SLOTS) + slot
+            if name != "rejected":
+                record.chosen_logps[position_K[rows]] = values_K[rows]
+            if name != "chosen":
+                record.rejected_logps[position_K[rows]] = values_K[rows]

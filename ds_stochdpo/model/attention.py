@@ -195,7 +195,7 @@ def flash_backend(varlen_func: Callable[..., Tensor]) -> Backend:
     return attend
 
 
-def torch_varlen_backend(varlen_attn: Callable[..., Tensor]) -> Backend:
+def torch_varlen_backend(varlen_attn: Callable[..., Any]) -> Backend:
     """Backend over `torch.nn.attention.varlen.varlen_attn`, or a function with its signature.
 
     Args:

@@ -65,7 +65,8 @@ def family_of(lm: PreTrainedModel) -> Family:
     kind = getattr(lm.config, "model_type", type(lm).__name__)
     if kind not in FAMILIES:
         raise ModelError(
-            f"model_type {kind} ({type(lm).__name__}) cannot be run in two lanes; supported: {', '.join(sorted(FAMILIES))}."
+            f"model_type {kind} ({type(lm).__name__}) cannot be run in two lanes; "
+            f"supported: {', '.join(sorted(FAMILIES))}."
         )
     head = lm.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:

@@ -93,7 +93,7 @@ def _logits(hidden_KD: Tensor, weight: Tensor, options: ScoringOptions) -> Tenso
 
 
 def _slope(logits: Tensor, log_norm: Tensor, target_K: Tensor, options: ScoringOptions) -> Tensor:
-    """d logp / d (hidden @ weight.T) of one chunk."""
+    """Slope of the log-probs of one chunk in hidden @ weight.T."""
     cap_slope = None
     if options.logit_softcap is not None:
         cap_slope = 1 - (logits / options.logit_softcap) ** 2
@@ -107,7 +107,7 @@ def _slope(logits: Tensor, log_norm: Tensor, target_K: Tensor, options: ScoringO
 
 
 def chunked_logps(hidden_KD: Tensor, weight: Tensor, target_K: Tensor, options: ScoringOptions) -> Tensor:
-    """log softmax(head(hidden))[target] for each row.
+    """Log-prob of one target for each row: log softmax(head(hidden))[target].
 
     Args:
         hidden_KD: Final hidden states, after the last norm; carries gradient.

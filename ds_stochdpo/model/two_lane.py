@@ -129,9 +129,7 @@ class TwoLaneLayer:
         lane = state.layout.frozen
         if not len(lane.ids_T):
             return
-        call = LaneCall(
-            lane.segments, state.backend, None, live_call.prompt_keys, live_call.prompt_values
-        )
+        call = LaneCall(lane.segments, state.backend, None, live_call.prompt_keys, live_call.prompt_values)
         own = {"position_ids": lane.positions_T[None], "position_embeddings": state.frozen_rotary}
         with torch.no_grad():
             frozen_kwargs = {**kwargs, **{k: v for k, v in own.items() if k in kwargs}}
@@ -162,7 +160,7 @@ class TwoLaneNorm:
 
 
 @functools.cache
-def two_lane_class(mixin: type, base: type) -> type:
+def two_lane_class(mixin: type, base: Any) -> type:
     """`base` with the two-lane forward of `mixin`; the same class for the same pair, so it can be marked as a leaf."""
     return type(f"TwoLane{base.__name__}", (mixin, base), {"__module__": base.__module__})
 
@@ -221,8 +219,8 @@ def _convert(lm: PreTrainedModel, family: Family, state: LaneState, scoring: Sco
     """Set the two-lane classes; returns the class of the decoder layers."""
     _own_config(lm)
     base = lm.base_model
-    if lm.is_gradient_checkpointing:
-        lm.gradient_checkpointing_disable()
+    if lm.is_activation_checkpointing:
+        lm.activation_checkpointing_disable()
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             # Policy and reference must be comparable; the config keeps the model's own rate for the export.
@@ -232,7 +230,7 @@ def _convert(lm: PreTrainedModel, family: Family, state: LaneState, scoring: Sco
         embedding.reads_positions = reads_positions
     if family.rotary:
         _swap(base.get_submodule(family.rotary), TwoLaneRotary, state)
-    layers = [_swap(layer, TwoLaneLayer, state) for layer in base.get_submodule(family.layers)]
+    layers = [_swap(layer, TwoLaneLayer, state) for layer in base.get_submodule(family.layers).children()]
     _swap(base.get_submodule(family.norm), TwoLaneNorm, state).keeps_rows = family.norm_keeps_rows
     head = lm.get_output_embeddings()
     head.__class__ = ScoringHead
@@ -241,7 +239,8 @@ def _convert(lm: PreTrainedModel, family: Family, state: LaneState, scoring: Sco
 
 
 def _swap(module: nn.Module, mixin: type, state: LaneState) -> Any:
-    module.__class__ = two_lane_class(mixin, type(module))
+    base: Any = type(module)
+    module.__class__ = two_lane_class(mixin, base)
     module.lane_state = state  # type: ignore[assignment]
     return module
 
@@ -253,4 +252,4 @@ def _own_config(lm: PreTrainedModel) -> None:
     own._attn_implementation = ATTENTION_NAME
     for module in lm.modules():
         if getattr(module, "config", None) is shared:
-            module.config = own
+            setattr(module, "config", own)  # noqa: B010 - typed as a Tensor or Module

@@ -153,9 +153,7 @@ class _RowBuilder:
     def __init__(self) -> None:
         self.columns: dict[str, list[np.ndarray]] = {f.name: [] for f in fields(ScoreRows)}
 
-    def append(
-        self, rows: np.ndarray, branch: _Branch, positions: np.ndarray, weights: np.ndarray, slot: int
-    ) -> None:
+    def append(self, rows: np.ndarray, branch: _Branch, positions: np.ndarray, weights: np.ndarray, slot: int) -> None:
         parts = {
             "row_K": rows,
             "target_K": branch.response[positions],

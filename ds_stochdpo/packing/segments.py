@@ -41,7 +41,7 @@ def cu_seqlens(lengths: Sequence[int]) -> Tensor:
         total += whole
         if total > INT32_MAX:
             raise ValueError(
-                f"{total} packed tokens exceed the kernels' 32-bit limit of {INT32_MAX}; lower max_tokens_per_micro_batch."
+                f"{total} packed tokens exceed the kernels' limit of {INT32_MAX}; lower max_tokens_per_micro_batch."
             )
         ends.append(total)
     return torch.tensor(ends, dtype=torch.int32)

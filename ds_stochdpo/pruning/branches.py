@@ -82,9 +82,7 @@ def chosen_keep_probs(
     return np.full(len(chosen_lengths), float(branch_prob))
 
 
-def length_order(
-    pair_ids: Sequence[int], chosen_lengths: Sequence[int], rejected_lengths: Sequence[int]
-) -> IntArray:
+def length_order(pair_ids: Sequence[int], chosen_lengths: Sequence[int], rejected_lengths: Sequence[int]) -> IntArray:
     """Indices that sort pairs by total response length, ties by id; int64 [P]."""
     total_P = np.asarray(chosen_lengths, dtype=np.int64) + np.asarray(rejected_lengths, dtype=np.int64)
     return np.lexsort((np.asarray(pair_ids, dtype=np.int64), total_P)).astype(np.int64)

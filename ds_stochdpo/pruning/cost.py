@@ -70,9 +70,7 @@ def forward_flops(shape: ModelShape, *, query_tokens: int, key_tokens: int, scor
         36
     """
     if not 0 <= query_tokens <= key_tokens:
-        raise ValueError(
-            f"query_tokens is {query_tokens} of {key_tokens} key_tokens; keys include the queries."
-        )
+        raise ValueError(f"query_tokens is {query_tokens} of {key_tokens} key_tokens; keys include the queries.")
     query_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     projections = 2 * shape.hidden * (2 * query_width + 2 * kv_width)
     ffn = 2 * shape.hidden * shape.ffn * shape.ffn_matrices
@@ -99,9 +97,7 @@ def pair_cost(shape: ModelShape, tokens: PairTokens, *, share_prompt: bool = Tru
     )
     total = 0
     if share_prompt:
-        total += LIVE_PASSES * forward_flops(
-            shape, query_tokens=tokens.prompt, key_tokens=tokens.prompt, scored_rows=0
-        )
+        total += LIVE_PASSES * forward_flops(shape, query_tokens=tokens.prompt, key_tokens=tokens.prompt, scored_rows=0)
     for num_response, num_scored, is_live in responses:
         context = tokens.prompt + num_response
         forward = forward_flops(

@@ -137,13 +137,9 @@ def draw_response(
         prefix_uniform: One uniform in [0, 1).
         position_uniforms: At least `num_uniforms(...)` of them.
     """
-    law = prefix_law(
-        length, keep=plan.prefix_keep, sampler=plan.prefix_sampler, min_survival=plan.prefix_min_survival
-    )
+    law = prefix_law(length, keep=plan.prefix_keep, sampler=plan.prefix_sampler, min_survival=plan.prefix_min_survival)
     prefix_tokens = law.quantile(prefix_uniform)
-    positions, inclusion_prob = sample_positions(
-        plan.position_sampler, length, plan.position_keep, position_uniforms
-    )
+    positions, inclusion_prob = sample_positions(plan.position_sampler, length, plan.position_keep, position_uniforms)
     is_reached = positions < prefix_tokens
     positions, inclusion_prob = positions[is_reached], inclusion_prob[is_reached]
     if plan.prefix_weighting == "ipw":

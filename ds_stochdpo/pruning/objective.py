@@ -17,9 +17,7 @@ from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.pruning.draws import PairDraw
 
 
-def preference_loss(
-    margin_P: Tensor, *, beta: float, loss_type: str, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
+def preference_loss(margin_P: Tensor, *, beta: float, loss_type: str, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Loss of each pair and its slope in the margin.
 
     With sampled positions or prefixes in the margin, neither is an unbiased estimate of its value at the
@@ -75,9 +73,7 @@ def branch_coefficient(slope_P: Tensor, draws: Sequence[PairDraw]) -> Tensor:
         ValueError: If there is not one draw a pair.
     """
     if slope_P.shape != (len(draws),):
-        raise ValueError(
-            f"slope_P has shape {tuple(slope_P.shape)} but there are {len(draws)} draws; give one a pair."
-        )
+        raise ValueError(f"slope_P has shape {tuple(slope_P.shape)} but there are {len(draws)} draws; give one a pair.")
     signs = [
         (
             (draw.kept != "rejected") / draw.kept_prob,
@@ -89,9 +85,7 @@ def branch_coefficient(slope_P: Tensor, draws: Sequence[PairDraw]) -> Tensor:
     return slope_P.detach().unsqueeze(1) * sign_P2
 
 
-def pruned_surrogate(
-    logp_K: Tensor, weight_K: Tensor, coefficient_K: Tensor, *, num_pairs_global: int
-) -> Tensor:
+def pruned_surrogate(logp_K: Tensor, weight_K: Tensor, coefficient_K: Tensor, *, num_pairs_global: int) -> Tensor:
     """Scalar whose gradient is the pruned gradient: sum of coefficient * weight * log-prob, a pair.
 
     Its value is not the loss. Given the positions and prefixes, its gradient averaged over the branch draw

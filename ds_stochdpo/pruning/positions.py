@@ -14,9 +14,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
-def sample_positions(
-    sampler: str, length: int, keep: float, uniforms: FloatArray
-) -> tuple[IntArray, FloatArray]:
+def sample_positions(sampler: str, length: int, keep: float, uniforms: FloatArray) -> tuple[IntArray, FloatArray]:
     """Scored positions of one response.
 
     The sample can be empty under `bernoulli` and `systematic`; the response then adds 0 to the estimate,
@@ -45,9 +43,7 @@ def sample_positions(
     _check(sampler, length, keep)
     needed = num_uniforms(sampler, length, keep)
     if len(uniforms) < needed:
-        raise ValueError(
-            f"uniforms has {len(uniforms)} numbers; {sampler} needs {needed} for {length} positions."
-        )
+        raise ValueError(f"uniforms has {len(uniforms)} numbers; {sampler} needs {needed} for {length} positions.")
     if keep == 1.0:
         positions = np.arange(length, dtype=np.int64)
     else:
@@ -130,6 +126,4 @@ def _check(sampler: str, length: int, keep: float) -> None:
     if length < 1:
         raise ValueError(f"length is {length}; a response has at least one token.")
     if not 0.0 < keep <= 1.0:
-        raise ValueError(
-            f"position_keep is {keep}; it must be in (0, 1], else a position could never be scored."
-        )
+        raise ValueError(f"position_keep is {keep}; it must be in (0, 1], else a position could never be scored.")

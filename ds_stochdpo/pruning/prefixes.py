@@ -95,8 +95,10 @@ def prefix_law(length: int, *, keep: float, sampler: str, min_survival: float) -
     rho = 0.0 if sampler == "uniform" else min_survival
     rest = (keep - rho) / (1.0 - rho)
     if sampler == "two_point":
-        return _lifted(_mix(_point_survival, length, rest * length), rho)
-    return _lifted(_mix(_uniform_survival, length, (2.0 * rest - 1.0) * length), rho)
+        rest_L = _mix(_point_survival, length, rest * length)
+    else:
+        rest_L = _mix(_uniform_survival, length, (2.0 * rest - 1.0) * length)
+    return PrefixLaw(rho + (1.0 - rho) * rest_L)
 
 
 def prefix_keep_range(sampler: str, min_survival: float) -> tuple[float, float]:
@@ -132,17 +134,8 @@ def _check_feasible(keep: float, sampler: str, min_survival: float) -> None:
     with_rho = f" with prefix_min_survival {min_survival:g}" if uses_rho else ""
     remedy = "raise prefix_keep" + (" or lower prefix_min_survival" if uses_rho else " or choose two_point")
     raise ConfigError(
-        f"prefix_keep is {keep:g}, but prefix_sampler {sampler}{with_rho} reaches only "
-        f"[{low:.4g}, {high:g}]; {remedy}."
+        f"prefix_keep is {keep:g}, but prefix_sampler {sampler}{with_rho} reaches only [{low:.4g}, {high:g}]; {remedy}."
     )
-
-
-def _lifted(survival_L: FloatArray, rho: float) -> PrefixLaw:
-    """The law that is the whole response with probability rho, else the given one."""
-    lifted_L = rho + (1.0 - rho) * survival_L
-    # rho + (1 - rho) can round below 1, and then the first token could be missed.
-    lifted_L[survival_L == 1.0] = 1.0
-    return PrefixLaw(lifted_L)
 
 
 def _mix(survival_of: Callable[[int, int], FloatArray], length: int, start: float) -> FloatArray:

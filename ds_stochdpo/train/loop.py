@@ -90,7 +90,7 @@ class TrainLoop:
                 metrics = self.train_step()
                 window.append(metrics)
                 step = self.engine.step
-                bar.advance(1, f"loss {metrics['loss']:.4f}, margin {metrics['rewards/margins']:+.4f}")
+                bar.advance(1, f"loss {metrics['loss']:.4f}, margin {metrics['rewards/margins']:.4f}")
                 if step % self.config.logging_steps == 0 or step == self.schedule.total_steps:
                     epoch = step / self.schedule.steps_per_epoch
                     self.record.metrics({"step": step, "epoch": epoch, **_summary(window)})

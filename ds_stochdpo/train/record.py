@@ -73,7 +73,11 @@ class RunRecord:
         """Append the draws of one optimizer step to draws.jsonl, a line for each pair."""
         for pair_id, draw in zip(pair_ids, draws, strict=True):
             sides = {
-                name: {"prefix_tokens": d.prefix_tokens, "positions": d.positions.tolist(), "weights": d.weights.tolist()}
+                name: {
+                    "prefix_tokens": d.prefix_tokens,
+                    "positions": d.positions.tolist(),
+                    "weights": d.weights.tolist(),
+                }
                 for name, d in (("chosen", draw.chosen), ("rejected", draw.rejected))
             }
             self._append(

@@ -67,9 +67,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise StochDPOError(
-            f"{path} is missing; a report needs run.json and metrics.jsonl of a run."
-        ) from None
+        raise StochDPOError(f"{path} is missing; a report needs run.json and metrics.jsonl of a run.") from None
 
 
 def _parse(text: str, place: str) -> Line:

@@ -45,15 +45,11 @@ def draw_figure(train: Sequence[Line], evaluations: Sequence[Line], settings: di
     return figure
 
 
-def _draw_learning(
-    row: Any, train: Sequence[Line], evaluations: Sequence[Line], settings: dict[str, Any]
-) -> None:
+def _draw_learning(row: Any, train: Sequence[Line], evaluations: Sequence[Line], settings: dict[str, Any]) -> None:
     loss, margin, accuracy = row
     _start(loss, "Loss", "")
     if settings.get("loss_type", "sigmoid") in SIGMOID_LOSSES and not settings.get("label_smoothing"):
-        loss.axhline(
-            LOSS_AT_ZERO_MARGIN, color=GREY, linewidth=1, linestyle=(0, (2, 3)), label="margin 0: log 2"
-        )
+        loss.axhline(LOSS_AT_ZERO_MARGIN, color=GREY, linewidth=1, linestyle=(0, (2, 3)), label="margin 0: log 2")
     _start(margin, "Reward margin", "chosen minus rejected")
     margin.axhline(0.0, color=GREY, linewidth=1, linestyle=(0, (2, 3)))
     _start(accuracy, "Reward accuracy", "share with margin above 0")

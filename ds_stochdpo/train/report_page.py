@@ -69,9 +69,7 @@ def build_page(run: Line, train: list[Line], evaluations: list[Line], png: bytes
     """
     settings = run.get("settings", {})
     title = html.escape(str(settings.get("output_dir", "run")))
-    model, dataset = (
-        html.escape(str(settings.get(key, ""))) for key in ("model_name_or_path", "dataset_name")
-    )
+    model, dataset = (html.escape(str(settings.get(key, ""))) for key in ("model_name_or_path", "dataset_name"))
     sentences = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in describe_sampling(settings))
     image = base64.b64encode(png).decode("ascii")
     described = "Loss, margin, accuracy, tokens, step time and gradient norm over optimizer steps"
@@ -108,9 +106,7 @@ def describe_sampling(settings: dict[str, Any]) -> list[str]:
     if prefix < 1:
         weighting = "with weight 1 / P(K >= t), so that the part cut off is made up for on average."
         if settings.get("prefix_weighting") == "none":
-            weighting = (
-                "without weights: the objective is a preference between prefixes, not whole responses."
-            )
+            weighting = "without weights: the objective is a preference between prefixes, not whole responses."
         sentences.append(
             f"Execution: on average {prefix:.0%} of a response was run ({settings.get('prefix_sampler')}, "
             f"whole with probability of at least {settings.get('prefix_min_survival')}), {weighting}"
@@ -131,9 +127,7 @@ def describe_sampling(settings: dict[str, Any]) -> list[str]:
             "the sampled positions and prefixes the gradient keeps its mean; the price is noise."
         )
     if not sentences:
-        return [
-            "Nothing was sampled: all response tokens of both branches were run, scored, back-propagated."
-        ]
+        return ["Nothing was sampled: all response tokens of both branches were run, scored, back-propagated."]
     sentences.append(
         "Gradient clipping and Adam are not linear, so weights after an update are not unbiased. "
         "Held-out numbers are exact: evaluation samples nothing."
@@ -161,8 +155,7 @@ def _tiles(train: list[Line], evaluations: list[Line]) -> str:
         elif total:
             tiles.append((f"{total:,.0f}", f"tokens {name}"))
     cells = "".join(
-        f'<div class="tile"><b>{html.escape(big)}</b><span>{html.escape(small)}</span></div>'
-        for big, small in tiles
+        f'<div class="tile"><b>{html.escape(big)}</b><span>{html.escape(small)}</span></div>' for big, small in tiles
     )
     return f'<div class="tiles">{cells}</div>'
 
@@ -245,9 +238,7 @@ def _table(columns: Row, rows: Iterable[Row], *, numeric: tuple[int, ...] = (), 
         return f"<{tag}{kind}>{html.escape(text)}</{tag}>"
 
     head = "".join(cell("th", i, text) for i, text in enumerate(columns))
-    body = "\n".join(
-        "<tr>" + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>" for row in rows
-    )
+    body = "\n".join("<tr>" + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 

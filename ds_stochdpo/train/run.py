@@ -60,7 +60,9 @@ def run_training(config: StochDPOConfig) -> None:
     set_seed(config.seed)
     with process_group() as ranks:
         record = RunRecord(output_dir, writes=ranks.is_main, stale=stale)
-        engine = _build_engine(config, ds, schedule, [*train_set.pairs, *(test_set.pairs if test_set else [])], tokenizer)
+        engine = _build_engine(
+            config, ds, schedule, [*train_set.pairs, *(test_set.pairs if test_set else [])], tokenizer
+        )
         facts = _facts(engine, train_set, test_set, schedule)
         record.run(facts)
         _announce(engine, schedule, train_set)
@@ -184,6 +186,6 @@ def _announce_end(loop: TrainLoop, output_dir: Path) -> None:
         rows = {"accuracy": "rewards/accuracies", "reward margin": "rewards/margins", "loss": "loss"}
         for title, name in rows.items():
             logger.info("  %-30s %10.4f %10.4f", title, before[f"eval_{name}"], after[f"eval_{name}"])
+        if loop.config.reference == "cached":
+            logger.info("  before: policy and reference are the same, every margin is 0 and no pair counts as won")
     logger.info("model, metrics.jsonl and report.html are in %s", output_dir)
-
-

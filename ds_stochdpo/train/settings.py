@@ -60,8 +60,9 @@ def _pre_parser() -> argparse.ArgumentParser:
 
 
 def _parser() -> argparse.ArgumentParser:
+    settings: Any = StochDPOConfig
     parser = HfArgumentParser(
-        StochDPOConfig,
+        settings,
         prog="launch/train.py",
         usage=_USAGE,
         description=_DESCRIPTION,

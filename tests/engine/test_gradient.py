@@ -14,6 +14,7 @@ from tests.oracle import padded_dpo_loss, random_pairs, relative_error
 
 VOCAB = 97
 BETA = 0.3
+pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def tiny_llama(tie=False):
@@ -46,14 +47,6 @@ def engine_gradient(lm, pairs, draws, folder, stage, **settings):
     engine.export(folder / "after")
     before, after = (load_file(folder / name / "model.safetensors") for name in ("before", "after"))
     return {n: before[n] - after[n] for n in before}, metrics
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process():
-    from ds_stochdpo.engine import process_group
-
-    with process_group():
-        yield
 
 
 def with_kept(pairs, kept, prob=0.5):

@@ -87,7 +87,11 @@ def run(model, layout, coefficients):
 
 COEFFICIENTS = [{"chosen": -0.7, "rejected": 0.3}, {"chosen": 1.1, "rejected": -0.4},
                 {"chosen": 0.2, "rejected": 0.9}, {"chosen": -1.3, "rejected": 0.8}]  # fmt: skip
-KEPT = {"both": ["both"] * 4, "single": ["chosen", "rejected", "rejected", "chosen"], "mixed": ["both", "chosen", "both", "rejected"]}
+KEPT = {
+    "both": ["both"] * 4,
+    "single": ["chosen", "rejected", "rejected", "chosen"],
+    "mixed": ["both", "chosen", "both", "rejected"],
+}
 
 
 @pytest.mark.parametrize("shared", [0, 2], ids=["distinct", "sharedstart"])

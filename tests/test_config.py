@@ -1,0 +1,268 @@
+"""Every setting that is refused, with the key and the value in the message; and the defaults of the contract."""
+
+import dataclasses
+import json
+import math
+import typing
+
+import pytest
+
+from ds_stochdpo.config import (
+    BRANCH_BALANCES,
+    BRANCHES,
+    LOSS_TYPES,
+    POSITION_SAMPLERS,
+    PREFIX_SAMPLERS,
+    PREFIX_WEIGHTINGS,
+    PruningPlan,
+    StochDPOConfig,
+)
+from ds_stochdpo.errors import ConfigError, StochDPOError
+
+NAN, INF = math.nan, math.inf
+KEEP_RATES = ("position_keep", "prefix_keep", "prefix_min_survival")
+CHOICES = {
+    "loss_type": LOSS_TYPES,
+    "reference": ("cached", "none"),
+    "truncation_mode": ("keep_end", "keep_start"),
+    "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
+    "coefficient": ("sampled",),
+    "report_to": ("none",),
+    "position_sampler": POSITION_SAMPLERS,
+    "prefix_sampler": PREFIX_SAMPLERS,
+    "prefix_weighting": PREFIX_WEIGHTINGS,
+    "branch": BRANCHES,
+    "branch_balance": BRANCH_BALANCES,
+}
+COUNTS = (
+    "max_length",
+    "max_prompt_length",
+    "max_samples",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "max_tokens_per_micro_batch",
+    "eval_steps",
+    "logging_steps",
+    "score_chunk_rows",
+)
+
+
+def refused(match, **settings):
+    with pytest.raises(ConfigError, match=match):
+        StochDPOConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (0.0, r"0\.0"), (-0.1, r"-0\.1"), (NAN, "nan"), (INF, "inf"), ("0,1", "'0,1'"), (None, "None"), (True, "True")],
+)  # fmt: skip
+def test_beta_is_a_positive_number(value, shown):
+    refused(rf"^beta is {shown}; it must be a number in \(0, inf\)\.$", beta=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (-0.1, r"-0\.1"), (1.5, r"1\.5"), (NAN, "nan"), (INF, "inf"), ("50%", "'50%'"), (True, "True"), (None, "None")],
+)  # fmt: skip
+@pytest.mark.parametrize("key", KEEP_RATES)
+def test_keep_rates_are_in_the_half_open_unit_interval(key, value, shown):
+    refused(rf"^{key} is {shown}; it must be a number in \(0, 1\]\.$", **{key: value})
+
+
+@pytest.mark.parametrize("key", KEEP_RATES)
+@pytest.mark.parametrize("value", [1, 1.0, 0.5, 1e-9])
+def test_keep_rates_that_are_allowed(key, value):
+    assert getattr(StochDPOConfig(**{key: value}).pruning, key) == value
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, -0.1, 1.5, NAN, "0", "1", "nan", "inf"])
+def test_branch_prob_is_in_the_open_unit_interval(value):
+    shown = str(float(value)).replace(".", r"\.")
+    refused(rf"^branch_prob is {shown}; it must be a number in \(0, 1\), or 'sqrt_length'.*branch: both", branch_prob=value)  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "shown"), [("half", "'half'"), ("50%", "'50%'"), (None, "None"), ([0.5], r"\[0\.5\]"), ("", "''")])  # fmt: skip
+def test_branch_prob_that_is_no_number(value, shown):
+    refused(rf"^branch_prob is {shown}; it must be a number in \(0, 1\) or 'sqrt_length'\.$", branch_prob=value)
+
+
+@pytest.mark.parametrize(("value", "kept"), [("0.3", 0.3), (0.3, 0.3), ("sqrt_length", "sqrt_length")])
+def test_branch_prob_is_read_from_text(value, kept):
+    assert StochDPOConfig(branch_prob=value).branch_prob == kept
+    assert StochDPOConfig(branch_prob=value).pruning.branch_prob == kept
+
+
+@pytest.mark.parametrize("value", ["half", 0, 1.0, None])
+def test_a_plan_of_its_own_checks_the_branch_probability_too(value):
+    with pytest.raises(ConfigError, match=r"^branch_prob is .*\(0, 1\), or 'sqrt_length'"):
+        PruningPlan(branch_prob=value)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "value", "match"),
+    [
+        ("sigmoid", -0.1, r"^label_smoothing is -0\.1; it must be a number in \[0, 0\.5\]"),
+        ("sigmoid", 0.51, r"^label_smoothing is 0\.51; it must be a number in \[0, 0\.5\]"),
+        ("sigmoid", NAN, r"^label_smoothing is nan"),
+        ("sigmoid", "0.1", r"^label_smoothing is '0\.1'"),
+        ("robust", 0.5, r"^label_smoothing is 0\.5; robust divides.*0\.5"),
+        ("robust", 0.6, r"^label_smoothing is 0\.6"),
+        ("robust", -0.1, r"^label_smoothing is -0\.1"),
+        ("hinge", 0.1, r"^label_smoothing is 0\.1, but loss_type hinge has none; set it to 0"),
+    ],
+)
+def test_label_smoothing_has_a_range_for_each_loss(loss_type, value, match):
+    refused(match, loss_type=loss_type, label_smoothing=value)
+
+
+@pytest.mark.parametrize(("loss_type", "value"), [("sigmoid", 0), ("sigmoid", 0.5), ("robust", 0.49), ("hinge", 0)])
+def test_label_smoothing_that_is_allowed(loss_type, value):
+    assert StochDPOConfig(loss_type=loss_type, label_smoothing=value).label_smoothing == value
+
+
+def test_robust_needs_a_reference():
+    refused(r"^reference is none, but loss_type robust.*reference: cached, or loss_type sigmoid or hinge",
+            reference="none", loss_type="robust")  # fmt: skip
+    for loss_type in ("sigmoid", "hinge"):
+        assert StochDPOConfig(reference="none", loss_type=loss_type).reference == "none"
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_an_unknown_choice_is_refused_with_the_allowed_ones(key):
+    for value in ("bogus", None, "", 1):
+        refused(rf"^{key} is {value!r}; allowed: {', '.join(CHOICES[key])}\.$", **{key: value})
+    for value in CHOICES[key]:
+        assert getattr(StochDPOConfig(**{key: value}), key) == value
+
+
+def test_every_field_with_choices_is_tested():
+    hints = typing.get_type_hints(StochDPOConfig)
+    literal = {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
+    # report_to is plain text: trackers come later.
+    assert literal == {k: v for k, v in CHOICES.items() if k != "report_to"}
+
+
+@pytest.mark.parametrize("key", COUNTS)
+@pytest.mark.parametrize("value", [0, -1, 2.5, 4.0, "8", True, NAN])
+def test_sizes_are_whole_numbers_of_at_least_one(key, value):
+    refused(rf"^{key} is {value!r}; it must be a whole number of at least 1\.$", **{key: value})
+
+
+def test_a_pair_needs_two_tokens():
+    refused(r"^max_length is 1; a pair needs one prompt and one response token: set 2 or more\.$", max_length=1)
+    assert StochDPOConfig(max_length=2).max_length == 2
+    assert StochDPOConfig(max_prompt_length=1).max_prompt_length == 1
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "0", None, True])
+def test_seed_is_a_whole_number(value):
+    refused(rf"^seed is {value!r}; it must be a whole number of at least 0\.$", seed=value)
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, "3", None])
+def test_max_steps_is_positive_or_minus_one(value):
+    refused(rf"^max_steps is {value!r}; it must be a whole number of at least 1, or -1 to train num_train_epochs\.$",
+            max_steps=value)  # fmt: skip
+    assert StochDPOConfig(max_steps=-1).max_steps == -1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("learning_rate", -1e-6, r"\[0, inf\)"),
+        ("learning_rate", NAN, r"\[0, inf\)"),
+        ("learning_rate", "1e-6", r"\[0, inf\)"),
+        ("weight_decay", -0.1, r"\[0, inf\)"),
+        ("max_grad_norm", -1.0, r"\[0, inf\)"),
+        ("max_grad_norm", INF, r"\[0, inf\)"),
+        ("num_train_epochs", 0, r"\(0, inf\)"),
+        ("num_train_epochs", -1.0, r"\(0, inf\)"),
+        ("num_train_epochs", NAN, r"\(0, inf\)"),
+        ("warmup_steps", -1, r"\[0, inf\)"),
+        ("warmup_steps", NAN, r"\[0, inf\)"),
+        ("warmup_ratio", -0.1, r"\[0, 1\)"),
+        ("warmup_ratio", 1.0, r"\[0, 1\)"),
+        ("warmup_ratio", "0.1", r"\[0, 1\)"),
+    ],
+)
+def test_schedule_numbers_have_a_range(key, value, allowed):
+    refused(rf"^{key} is {value!r}; it must be a number in {allowed}\.$", **{key: value})
+
+
+def test_warmup_ratio_is_an_alias():
+    assert StochDPOConfig(warmup_ratio=0.1).warmup_steps == 0.1
+    assert StochDPOConfig(warmup_ratio=0.0).warmup_steps == 0.0
+    assert StochDPOConfig(warmup_steps=0.1).warmup_steps == 0.1
+    refused(r"^warmup_ratio and warmup_steps are both set; keep one of them\.$", warmup_ratio=0.1, warmup_steps=10)
+
+
+def test_settings_survive_a_round_trip_through_json():
+    config = StochDPOConfig(warmup_ratio=0.1, branch_prob="0.25", position_keep=0.5)
+    again = json.loads(json.dumps(config.to_dict()))
+    again["warmup_steps"] = 0.0
+    assert StochDPOConfig(**again) == config
+
+
+def test_replacing_one_setting_checks_the_whole():
+    with pytest.raises(ConfigError, match=r"^beta is 0"):
+        dataclasses.replace(StochDPOConfig(), beta=0)
+
+
+def test_config_errors_are_value_errors_of_the_package():
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, StochDPOError)
+
+
+DEFAULTS = {
+    "beta": 0.1,
+    "loss_type": "sigmoid",
+    "label_smoothing": 0.0,
+    "reference": "cached",
+    "truncation_mode": "keep_end",
+    "gradient_checkpointing": False,
+    "attn_implementation": "auto",
+    "report_to": "none",
+    "max_steps": -1,
+    "position_keep": 1.0,
+    "position_sampler": "systematic",
+    "prefix_keep": 1.0,
+    "prefix_sampler": "two_point",
+    "prefix_min_survival": 0.25,
+    "prefix_weighting": "ipw",
+    "branch": "both",
+    "branch_prob": 0.5,
+    "branch_balance": "balanced",
+    "coefficient": "sampled",
+    "share_prompt": True,
+    "share_response_start": True,
+}
+
+
+def test_defaults_are_those_of_the_contract():
+    config = StochDPOConfig()
+    assert {key: getattr(config, key) for key in DEFAULTS} == DEFAULTS
+    assert type(config.branch_prob) is float
+    # Left to the DeepSpeed JSON unless set.
+    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay",
+                "max_grad_norm", "bf16"):  # fmt: skip
+        assert getattr(config, key) is None
+
+
+def test_a_plan_has_the_defaults_of_the_settings():
+    assert PruningPlan() == StochDPOConfig().pruning
+    assert StochDPOConfig().pruning.branch == "both"
+
+
+def test_every_field_explains_itself():
+    for item in dataclasses.fields(StochDPOConfig):
+        assert item.metadata["help"].endswith((".", ")")), item.name
+
+
+def test_plan_fields_are_settings():
+    assert {f.name for f in dataclasses.fields(PruningPlan)} <= {f.name for f in dataclasses.fields(StochDPOConfig)}
+
+
+def test_a_plan_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PruningPlan().position_keep = 0.5
