@@ -55,16 +55,34 @@ def refused(match, **settings):
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0, "0"), (0.0, r"0\.0"), (-0.1, r"-0\.1"), (NAN, "nan"), (INF, "inf"), ("0,1", "'0,1'"), (None, "None"), (True, "True")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (0.0, r"0\.0"),
+        (-0.1, r"-0\.1"),
+        (NAN, "nan"),
+        (INF, "inf"),
+        ("0,1", "'0,1'"),
+        (None, "None"),
+        (True, "True"),
+    ],
+)
 def test_beta_is_a_positive_number(value, shown):
     refused(rf"^beta is {shown}; it must be a number in \(0, inf\)\.$", beta=value)
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0, "0"), (-0.1, r"-0\.1"), (1.5, r"1\.5"), (NAN, "nan"), (INF, "inf"), ("50%", "'50%'"), (True, "True"), (None, "None")],
-)  # fmt: skip
+    [
+        (0, "0"),
+        (-0.1, r"-0\.1"),
+        (1.5, r"1\.5"),
+        (NAN, "nan"),
+        (INF, "inf"),
+        ("50%", "'50%'"),
+        (True, "True"),
+        (None, "None"),
+    ],
+)
 @pytest.mark.parametrize("key", KEEP_RATES)
 def test_keep_rates_are_in_the_half_open_unit_interval(key, value, shown):
     refused(rf"^{key} is {shown}; it must be a number in \(0, 1\]\.$", **{key: value})
@@ -79,10 +97,14 @@ def test_keep_rates_that_are_allowed(key, value):
 @pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, -0.1, 1.5, NAN, "0", "1", "nan", "inf"])
 def test_branch_prob_is_in_the_open_unit_interval(value):
     shown = str(float(value)).replace(".", r"\.")
-    refused(rf"^branch_prob is {shown}; it must be a number in \(0, 1\), or 'sqrt_length'.*branch: both", branch_prob=value)  # fmt: skip
+    match = rf"^branch_prob is {shown}; it must be a number in \(0, 1\), or 'sqrt_length'.*branch: both"
+    refused(match, branch_prob=value)
 
 
-@pytest.mark.parametrize(("value", "shown"), [("half", "'half'"), ("50%", "'50%'"), (None, "None"), ([0.5], r"\[0\.5\]"), ("", "''")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("half", "'half'"), ("50%", "'50%'"), (None, "None"), ([0.5], r"\[0\.5\]"), ("", "''")],
+)
 def test_branch_prob_that_is_no_number(value, shown):
     refused(rf"^branch_prob is {shown}; it must be a number in \(0, 1\) or 'sqrt_length'\.$", branch_prob=value)
 

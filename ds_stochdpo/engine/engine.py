@@ -205,6 +205,8 @@ class StochDPOEngine:
         Raises:
             ExportError: If the written files are not the model.
         """
+        # A forward without backward leaves prefetched gathers under way, which DeepSpeed 0.19.8 refuses to partition.
+        self.deepspeed.empty_partition_cache()
         export_model(self.module.lm, Path(output_dir), self.ranks, tokenizer)
 
     def save_checkpoint(self, folder: str | Path) -> None:

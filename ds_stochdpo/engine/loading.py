@@ -39,8 +39,12 @@ def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(model_name_or_path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {error}"
+            f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {_first_line(error)}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def load_model_config(model_name_or_path: str) -> Any:
@@ -52,7 +56,9 @@ def load_model_config(model_name_or_path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_name_or_path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model_name_or_path is {model_name_or_path!r}; no config loads from it: {error}") from error
+        raise ConfigError(
+            f"model_name_or_path is {model_name_or_path!r}; no config loads from it: {_first_line(error)}"
+        ) from error
 
 
 def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> PreTrainedModel:

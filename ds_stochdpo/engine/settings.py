@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.errors import ConfigError
+from ds_stochdpo.pruning import check_prefix_feasible
 
 _NEVER = 2**31 - 1
 """For `steps_per_print`: our own log speaks, DeepSpeed's does not."""
@@ -46,6 +47,7 @@ def resolve_settings(
     Raises:
         ConfigError: If the two contradict each other or ask for what cannot be trained.
     """
+    check_prefix_feasible(config.pruning)
     ds = _read(deepspeed)
     if "scheduler" in ds:
         raise ConfigError("the DeepSpeed JSON has a scheduler section; remove it: lr_scheduler_type owns the schedule.")

@@ -75,7 +75,8 @@ def test_text_is_ascii(path):
 
 
 def test_what_is_counted_as_code():
-    source = 'def f(\n    x,\n):\n    """One.\n\n    Two.\n    """\n    # why\n\n    a = [\n        x,\n    ]\n    return a\n'
+    head = 'def f(\n    x,\n):\n    """One.\n\n    Two.\n    """\n'
+    source = head + "    # why\n\n    a = [\n        x,\n    ]\n    return a\n"
     assert code_lines(ast.parse(source).body[0]) == 5
     assert [n for n, _ in public_nodes(ast.parse("class A:\n    def b(self): ...\n    def _c(self): ..."))] == [
         "A",

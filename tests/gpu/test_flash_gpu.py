@@ -5,13 +5,13 @@ import importlib.util
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
+from ds_stochdpo.config import PruningPlan
 from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend, chunked_logps
 from ds_stochdpo.model.attention import sdpa_backend
 from ds_stochdpo.packing import AttentionSegments, pack_lanes
-from ds_stochdpo.config import PruningPlan
 from ds_stochdpo.pruning import draw_pairs
 from tests.oracle import random_pairs
 
@@ -32,6 +32,7 @@ TIMES = 2.0
 """How much further from fp32 a kernel may be than sdpa in the same dtype."""
 Q_LENS, K_LENS = (130, 1, 40, 257, 1, 64), (130, 1, 300, 257, 90, 65)
 VOCAB = 512
+DEVICE = "cuda"
 
 
 def kernel(name):
@@ -70,9 +71,9 @@ def segments_on(device, q_lens=Q_LENS, k_lens=K_LENS):
 @pytest.mark.parametrize("window", [None, 48], ids=["open", "window"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["plain", "grouped"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_and_its_gradients_are_as_near_to_fp32_as_sdpa(name, heads, window, device="cuda"):
-    inputs = packed(device, *heads)
-    segments = segments_on(device)
+def test_kernel_and_its_gradients_are_as_near_to_fp32_as_sdpa(name, heads, window):
+    inputs = packed(DEVICE, *heads)
+    segments = segments_on(DEVICE)
     truth = with_gradients(sdpa_backend, [x.float() for x in inputs], segments, window)
     plain = with_gradients(sdpa_backend, inputs, segments, window)
     assert_near(with_gradients(kernel(name), inputs, segments, window), plain, truth)
@@ -81,7 +82,7 @@ def test_kernel_and_its_gradients_are_as_near_to_fp32_as_sdpa(name, heads, windo
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_shifted_mask_would_be_seen(name):
     """Twin: the same kernel aligned one key off is far outside the tolerance."""
-    inputs, segments = packed("cuda"), segments_on("cuda")
+    inputs, segments = packed(DEVICE), segments_on(DEVICE)
     truth = with_gradients(sdpa_backend, [x.float() for x in inputs], segments, None)
     shifted = [x.roll(1, dims=2) if i else x for i, x in enumerate(inputs)]
     output = with_gradients(kernel(name), shifted, segments, None)[0]
@@ -123,10 +124,10 @@ def scores_and_gradient(lm, backend, layout, checkpointing=False):
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_whole_model_is_as_near_to_fp32_as_with_sdpa(name, kind, checkpointing, device="cuda"):
-    exact = model_of(kind, device)
+def test_whole_model_is_as_near_to_fp32_as_with_sdpa(name, kind, checkpointing):
+    exact = model_of(kind, DEVICE)
     rounded = copy.deepcopy(exact).bfloat16()
-    layout = layout_on(device)
+    layout = layout_on(DEVICE)
     truth = scores_and_gradient(copy.deepcopy(rounded).float(), sdpa_backend, layout)
     plain = scores_and_gradient(rounded, sdpa_backend, layout, checkpointing)
     ours = scores_and_gradient(rounded, kernel(name), layout, checkpointing)

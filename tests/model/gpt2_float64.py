@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ds_stochdpo.config import StochDPOConfig

@@ -33,10 +33,10 @@ def timeless(metrics):
 
 
 def draw_values(draws):
-    return [
-        (d.kept, d.kept_prob, *((b.prefix_tokens, b.positions.tolist(), b.weights.tolist()) for b in (d.chosen, d.rejected)))
-        for d in draws
-    ]  # fmt: skip
+    def branch(d):
+        return d.prefix_tokens, d.positions.tolist(), d.weights.tolist()
+
+    return [(d.kept, d.kept_prob, branch(d.chosen), branch(d.rejected)) for d in draws]
 
 
 def evaluate_and_train(_, folder):

@@ -71,7 +71,8 @@ def train_and_export(sources, folder):
                 save_file(after, folder / f"{name}-after.safetensors")
             # First in one file: an export over an older one must leave nothing of it.
             export_model(lm, folder / name, ranks)
-            is_one_file = (folder / name / "model.safetensors").exists()
+            # Rank 0 deletes the old files in the next export, so only it can still look at them.
+            is_one_file = ranks.is_main and (folder / name / "model.safetensors").exists()
             export_model(lm, folder / name, ranks, max_shard_size=SHARD_BYTES)
             scores = engine.score(cases.step_pairs(steps=1)[0][:2])
             done[name] = {
@@ -121,7 +122,7 @@ def test_weights_are_cut_into_indexed_files(exported, name):
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 2
     assert {f.name for f in files} == set(index["weight_map"].values())
-    assert all(rank[name]["one_file"] for rank in results)
+    assert results[0][name]["one_file"]
     stored = {key: value for file in files for key, value in load_file(file).items()}
     assert stored.keys() == index["weight_map"].keys()
     assert ("lm_head.weight" in stored) == (not RUNS[name].tie)
@@ -139,12 +140,15 @@ def test_loaded_model_scores_like_the_engine(exported, name):
     # bf16 activations have 8 bits; the packed lane rounds in another order.
     tolerance = 0.1 if RUNS[name].bf16 else 1e-5
     pairs = cases.step_pairs(steps=1)[0][:2]
+    worst = 0.0
     for rank in results:
         for pair, scores in zip(pairs, rank[name]["scores"], strict=True):
             for response, got in zip((pair.chosen_ids, pair.rejected_ids), scores, strict=True):
                 with torch.no_grad():
                     want = branch_logps(lm, pair.prompt_ids, response).numpy()
-                assert np.abs(got - want).max() < tolerance
+                worst = max(worst, float(np.abs(got - want).max()))
+    print(name, "largest difference in nats:", worst)
+    assert worst < tolerance
 
 
 @pytest.mark.parametrize("name", [n for n, r in RUNS.items() if r.stage == 3])

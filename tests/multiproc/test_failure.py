@@ -31,7 +31,6 @@ def fail_on_one_rank(where, folder):
         if ranks.rank == 1 and where == "forward":
             engine.module.lm.base_model.layers[0].register_forward_pre_hook(_break)
         engine.train_step(own)
-    return "finished"
 
 
 def _break(*_):
@@ -46,17 +45,11 @@ def _break(*_):
     ],
 )
 def test_a_rank_that_raises_ends_the_job(tmp_path, where, message, debug):
-    job = harness.start(
-        fail_on_one_rank, 2, tmp_path, where, limit_s=LIMIT_S, env={"TORCH_DISTRIBUTED_DEBUG": debug}
-    )
+    job = harness.start(fail_on_one_rank, 2, tmp_path, where, limit_s=LIMIT_S, env={"TORCH_DISTRIBUTED_DEBUG": debug})
     assert all("first step done" in output for output in job.outputs), job.report()
     # Killed ranks have a negative code and no end: both must have ended by themselves, with an error.
     assert job.codes == [1, 1], job.report()
+    print(where, "seconds between the ends of the two ranks:", max(job.seconds) - min(job.seconds))
     assert max(job.seconds) - min(job.seconds) < harness.GRACE_S
     assert message in job.outputs[1]
     assert message not in job.outputs[0]
-
-
-def test_a_job_without_a_fault_ends_well(tmp_path):
-    results, _ = harness.run(fail_on_one_rank, 2, tmp_path, "nowhere", limit_s=LIMIT_S)
-    assert results == ["finished", "finished"]

@@ -1,0 +1,108 @@
+"""Our settings and the DeepSpeed JSON: one owner a number, "auto" filled, contradictions named."""
+
+import json
+
+import pytest
+
+from ds_stochdpo import ConfigError, StochDPOConfig
+from ds_stochdpo.engine.settings import fill_model_sizes, resolve_settings
+
+ZERO3 = {"zero_optimization": {"stage": 3}}
+
+
+def resolve(ds=None, world_size=2, **settings):
+    return resolve_settings(StochDPOConfig(**settings), ds, world_size=world_size)
+
+
+def test_defaults_where_neither_says():
+    config, ds = resolve(ZERO3)
+    assert config.per_device_train_batch_size == 8
+    assert config.gradient_accumulation_steps == 1
+    assert config.learning_rate == 1e-6
+    assert config.max_grad_norm == 1.0
+    assert config.bf16 is False
+    assert ds["gradient_clipping"] == 1.0
+    assert ds["managed_gradient_accumulation"] is False
+    assert ds["gradient_accumulation_steps"] == 1
+    assert ds["optimizer"]["params"]["torch_adam"] is True
+
+
+def test_auto_takes_our_values():
+    ds = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}},
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+                              "stage3_param_persistence_threshold": "auto"},
+    }  # fmt: skip
+    given = json.dumps(ds)
+    _, filled = resolve(
+        ds, learning_rate=3e-5, weight_decay=0.1, max_grad_norm=0.0, per_device_train_batch_size=4, bf16=True
+    )
+    filled = fill_model_sizes(filled, hidden_size=100)
+    assert "auto" not in json.dumps(filled)
+    assert filled["optimizer"]["params"] == {"lr": 3e-5, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8}
+    assert filled["gradient_clipping"] == 0.0
+    assert filled["train_micro_batch_size_per_gpu"] == 4
+    assert filled["bf16"]["enabled"] is True
+    assert filled["zero_optimization"]["reduce_bucket_size"] == 10000
+    assert json.dumps(ds) == given, "the caller's dict stays as it was"
+
+
+def test_numbers_of_the_json_stand_where_ours_are_unset():
+    ds = {**ZERO3, "train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "gradient_accumulation_steps": 5,
+          "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "bf16": {"enabled": True}}  # fmt: skip
+    config, filled = resolve(ds)
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (3, 5)
+    assert (config.learning_rate, config.max_grad_norm, config.bf16) == (1.0, 0.0, True)
+    assert filled["optimizer"]["type"] == "SGD"
+    assert "torch_adam" not in filled["optimizer"]["params"]
+
+
+@pytest.mark.parametrize(
+    ("ds", "settings", "words"),
+    [
+        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["max_grad_norm", "gradient_clipping", "0.5"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {"learning_rate": 1e-5}, ["learning_rate", "lr"]),
+        ({"train_batch_size": 63, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}, {},
+         ["63", "per_device_train_batch_size 4", "gradient_accumulation_steps 8", "2 ranks", "= 64"]),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, ["scheduler", "lr_scheduler_type"]),
+        ({"fp16": {"enabled": True}}, {}, ["fp16.enabled", "bf16"]),
+        ({"zero_optimization": {"stage": 0}}, {"bf16": True}, ["stage 0", "drift"]),
+        ({"bf16": {"enabled": True}}, {"bf16": False}, ["bf16", "bf16.enabled"]),
+    ],
+)  # fmt: skip
+def test_contradictions_name_both_sides(ds, settings, words):
+    with pytest.raises(ConfigError) as error:
+        resolve({**ZERO3, **ds}, **settings)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_an_auto_nobody_decides_is_named():
+    _, ds = resolve({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}})
+    with pytest.raises(ConfigError, match=r"zero_optimization\.offload_param\.device"):
+        fill_model_sizes(ds, 64)
+
+
+def test_a_json_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve(tmp_path / "no.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        resolve(str(broken))
+    broken.write_text("[]")
+    with pytest.raises(ConfigError, match="holds a list"):
+        resolve(str(broken))
+
+
+def test_stage_1_gets_no_overlapped_reduction():
+    assert (
+        resolve({"zero_optimization": {"stage": 1, "overlap_comm": True}})[1]["zero_optimization"]["overlap_comm"]
+        is False
+    )

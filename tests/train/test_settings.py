@@ -1,0 +1,66 @@
+"""YAML and flags give the same settings; what is unknown or of the wrong type is refused with its name."""
+
+import pytest
+
+from ds_stochdpo import ConfigError, StochDPOConfig
+from ds_stochdpo.train import parse_settings
+
+
+def yaml_file(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path):
+    file = yaml_file(tmp_path, "learning_rate: 1e-5\nbeta: 0.3\nbranch: single\nbf16: true\nmax_length: 64\n")
+    config = parse_settings([*file, "--beta", "0.2", "--local_rank=1"])
+    want = StochDPOConfig(learning_rate=1e-5, beta=0.2, branch="single", bf16=True, max_length=64)
+    assert config == want
+
+
+def test_values_in_the_file_are_read_as_on_the_command_line(tmp_path):
+    # YAML 1.1 reads 1e-6 as text; both ways must give the number.
+    from_file = parse_settings(
+        yaml_file(tmp_path, "learning_rate: 1e-6\nbranch_prob: 0.25\nmax_steps: 3\nshare_prompt: no\n")
+    )
+    from_flags = parse_settings(
+        ["--learning_rate", "1e-6", "--branch_prob", "0.25", "--max_steps", "3", "--share_prompt", "no"]
+    )
+    assert from_file == from_flags
+    assert from_file.learning_rate == 1e-6
+    assert from_file.pruning.branch_prob == 0.25
+    assert from_file.share_prompt is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--lerning_rate", "1"], "lerning_rate is no setting; did you mean learning_rate"),
+        (["--beta", "0,1"], "beta"),
+        (["--branch", "one"], "branch"),
+        (["--max_steps", "1.5"], "max_steps"),
+        (["--position_keep", "50%"], "position_keep"),
+        (["--config", "missing.yaml"], "missing.yaml.*cannot be read"),
+        (["--learning", "1"], "learning is no setting"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        parse_settings(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("prefix_kep: 0.5\n", "prefix_kep is no setting; did you mean prefix_keep"),
+        ("beta: [1]\n", "beta holds a list"),
+        ("- beta\n", "holds a list"),
+        ("beta: {\n", "not YAML"),
+        ("beta: high\n", "beta"),
+        ("branch: one\n", "branch is 'one'"),
+    ],
+)
+def test_mistakes_in_the_file(tmp_path, text, match):
+    with pytest.raises(ConfigError, match=match):
+        parse_settings(yaml_file(tmp_path, text))
