@@ -33,7 +33,7 @@ def test_auto_takes_our_values():
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "weight_decay", "betas", "eps"), "auto")},
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
