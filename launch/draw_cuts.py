@@ -130,9 +130,7 @@ def branch(y: float, length: int, drawn: Branch) -> list[str]:
 
 def prompt(y: float) -> list[str]:
     """The prompt tokens; the kept branch gives them their gradient."""
-    return [
-        cell(PAIR_X + i * STEP, y, is_run=True, has_gradient=True, is_scored=False) for i in range(NUM_PROMPT)
-    ]
+    return [cell(PAIR_X + i * STEP, y, is_run=True, has_gradient=True, is_scored=False) for i in range(NUM_PROMPT)]
 
 
 def row(top: float, cut: Cut) -> list[str]:
@@ -179,8 +177,7 @@ def draw() -> str:
         f'width="{WIDTH}" height="{HEIGHT}" role="img" '
         'font-family="DejaVu Sans, Verdana, Segoe UI, Helvetica, sans-serif">',
         "<title>Three cuts on one preference pair: positions, prefixes, branches</title>",
-        f'<rect x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="12" '
-        f'fill="{GROUND}" stroke="{EDGE}"/>',
+        f'<rect x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="12" fill="{GROUND}" stroke="{EDGE}"/>',
         *legend(22),
         text(PAIR_X, 80, "prompt", color=GREY),
         text(RESPONSE_X, 80, "chosen response above, rejected below", color=GREY),

@@ -79,18 +79,14 @@ def load_pairs(
     source = find_source(config, split)
     limits = resolve_limits(config, context_length, tokenizer.bos_token_id)
     shown = None if progress is None else not progress
-    rows = tqdm(
-        source.rows(config.max_samples), desc=f"tokenising {split}", unit="row", disable=shown, leave=False
-    )
+    rows = tqdm(source.rows(config.max_samples), desc=f"tokenising {split}", unit="row", disable=shown, leave=False)
     builder = _PairBuilder(PairRenderer(tokenizer), limits)
     pairs = list(builder.build(iter(rows)))
     tally = builder.tally
     tally.counts["used"] = len(pairs)
     _check_used(tally, source, builder.ignored_columns)
     _log_account(tally, source, builder.ignored_columns)
-    return PairSet(
-        pairs, tally.counts, tally.first_lines, fingerprint_of(pairs), limits.max_length, source.parts
-    )
+    return PairSet(pairs, tally.counts, tally.first_lines, fingerprint_of(pairs), limits.max_length, source.parts)
 
 
 def fingerprint_of(pairs: list[PreferencePair]) -> str:
@@ -135,9 +131,7 @@ class _PairBuilder:
             raise BadRowError("missing column", str(error)) from None
         self._has_known_layout = True
         if isinstance(row, dict):
-            self.ignored_columns.update(
-                dict.fromkeys(str(key) for key in row if key not in canonical.columns)
-            )
+            self.ignored_columns.update(dict.fromkeys(str(key) for key in row if key not in canonical.columns))
         return canonical
 
     def _build_pair(self, row: CanonicalRow, row_index: int, source: str) -> PreferencePair:
@@ -146,9 +140,7 @@ class _PairBuilder:
             self.tally.add(f"truncated/{cut}", source)
         if _repeats_prompt(row):
             self.tally.add("noted/response repeats prompt", source)
-        pair = PreferencePair(
-            row_index, rendered.prompt_ids, rendered.chosen_ids, rendered.rejected_ids, source
-        )
+        pair = PreferencePair(row_index, rendered.prompt_ids, rendered.chosen_ids, rendered.rejected_ids, source)
         key = hashlib.sha256(repr((row.prompt, row.chosen, row.rejected)).encode()).digest()
         if key in self._seen:
             self.tally.add("noted/duplicate rows", source)
@@ -165,9 +157,7 @@ def _repeats_prompt(row: CanonicalRow) -> bool:
 def _check_used(tally: Tally, source: RowSource, ignored: dict[str, None]) -> None:
     num_read = tally.counts["read"]
     if num_read == 0:
-        raise DataError(
-            f"{', '.join(source.parts)}: no rows; the set must hold at least one preference pair."
-        )
+        raise DataError(f"{', '.join(source.parts)}: no rows; the set must hold at least one preference pair.")
     if tally.counts["used"] == 0:
         columns = f" Columns not used: {', '.join(ignored)}." if ignored else ""
         raise DataError(

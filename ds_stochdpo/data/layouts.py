@@ -124,8 +124,7 @@ def _read_side(value: Any, field: str, source: str) -> Side:
         raise BadRowError("no response tokens", f"{field} is an empty list")
     if messages[-1]["role"] != "assistant":
         raise DataError(
-            f"{source}: {field} must end with an assistant message (found: {messages[-1]['role']}); "
-            "change its role."
+            f"{source}: {field} must end with an assistant message (found: {messages[-1]['role']}); change its role."
         )
     return messages
 
@@ -196,9 +195,7 @@ def _split_explicit(prompt: list[Message], chosen: list[Message], rejected: list
         prompt, chosen, rejected = [*prompt, chosen[0]], chosen[1:], rejected[1:]
     for field, side in (("chosen", chosen), ("rejected", rejected)):
         if side[0]["role"] != "assistant":
-            raise BadRowError(
-                HISTORIES_DIFFER, f"after the prompt {field} goes on with a {side[0]['role']} turn"
-            )
+            raise BadRowError(HISTORIES_DIFFER, f"after the prompt {field} goes on with a {side[0]['role']} turn")
     return prompt, chosen, rejected
 
 
@@ -227,9 +224,7 @@ def _split_implicit(chosen: list[Message], rejected: list[Message]) -> Split:
 def _split_transcript(chosen: str, rejected: str) -> tuple[str, str, str]:
     cut = chosen[: common_prefix_length(chosen, rejected)].rfind(ASSISTANT_TAG)
     if cut < 0:
-        raise BadRowError(
-            "no assistant turn", f"no prompt column, and the texts share no {ASSISTANT_TAG.strip()!r}"
-        )
+        raise BadRowError("no assistant turn", f"no prompt column, and the texts share no {ASSISTANT_TAG.strip()!r}")
     end = cut + len(ASSISTANT_TAG)
     if HUMAN_TAG in chosen[end:] or HUMAN_TAG in rejected[end:]:
         raise BadRowError(HISTORIES_DIFFER, "the transcripts part before the last human turn")
@@ -239,6 +234,4 @@ def _split_transcript(chosen: str, rejected: str) -> tuple[str, str, str]:
 def common_prefix_length(*sequences: Sequence[Any]) -> int:
     """Number of leading elements that all sequences share."""
     columns = enumerate(zip(*sequences, strict=False))
-    return next(
-        (i for i, column in columns if column.count(column[0]) < len(column)), min(map(len, sequences))
-    )
+    return next((i for i, column in columns if column.count(column[0]) < len(column)), min(map(len, sequences)))

@@ -136,9 +136,7 @@ class PairRenderer:
         texts = [self._template(prompt, row, tokenize=False, add_generation_prompt=True)]
         texts += [self._template(side, row, tokenize=False) for side in (chosen, rejected)]
         if prompt[-1]["content"].strip() not in texts[0][: common_prefix_length(*texts)]:
-            raise BadRowError(
-                "template rewrites the prompt", "the last prompt message changes once a response follows"
-            )
+            raise BadRowError("template rewrites the prompt", "the last prompt message changes once a response follows")
 
     def _check_tools(self, row: CanonicalRow, source: str) -> None:
         """A template without tool support leaves calls and schemas out without a word."""

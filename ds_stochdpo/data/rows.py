@@ -96,9 +96,7 @@ def find_source(config: StochDPOConfig, split: str) -> RowSource:
         raise ValueError(f"split is {split!r}; allowed: 'train', 'test'")
     wanted = config.dataset_test_split
     if not wanted:
-        raise ConfigError(
-            "dataset_test_split is not set; it must be a split name or a file: set it to evaluate."
-        )
+        raise ConfigError("dataset_test_split is not set; it must be a split name or a file: set it to evaluate.")
     if wanted.endswith(DATA_SUFFIXES):
         return RowSource(wanted, (_existing(Path(wanted).expanduser(), "dataset_test_split"),))
     return _locate(config.dataset_name, "dataset_test_split", wanted, None)
@@ -149,12 +147,7 @@ def _folder_files(folder: Path, key: str, split: str, held_out: str | None) -> t
 
 def _is_data_file(path: Path, folder: Path) -> bool:
     hidden = any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
-    return (
-        path.name.endswith(DATA_SUFFIXES)
-        and path.name not in _METADATA_NAMES
-        and not hidden
-        and path.is_file()
-    )
+    return path.name.endswith(DATA_SUFFIXES) and path.name not in _METADATA_NAMES and not hidden and path.is_file()
 
 
 def _has_word(path: Path, folder: Path, word: str) -> bool:
@@ -204,9 +197,7 @@ def _decode(raw: bytes, place: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8."
-        ) from None
+        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8.") from None
 
 
 def _array_rows(path: Path, text: str, first_line: int) -> Iterator[Row]:

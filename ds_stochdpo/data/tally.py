@@ -59,7 +59,5 @@ class Tally:
             if key.startswith(prefix):
                 detail = self.first_details.get(key)
                 held = f" ({detail})" if detail else ""
-                phrases.append(
-                    f"{count} {key.removeprefix(prefix)}: {', '.join(self.first_lines[key])}{held}"
-                )
+                phrases.append(f"{count} {key.removeprefix(prefix)}: {', '.join(self.first_lines[key])}{held}")
         return phrases

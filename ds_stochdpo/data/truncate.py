@@ -56,9 +56,7 @@ def resolve_limits(config: StochDPOConfig, context_length: int | None, bos_id: i
         )
     max_length = context_length if asked is None else asked
     if prompt_limit is not None and max_length is not None and prompt_limit >= max_length:
-        raise ConfigError(
-            f"max_prompt_length is {prompt_limit}; it must be below max_length ({max_length}): lower it."
-        )
+        raise ConfigError(f"max_prompt_length is {prompt_limit}; it must be below max_length ({max_length}): lower it.")
     return LengthLimits(max_length, prompt_limit, config.truncation_mode, bos_id)
 
 

@@ -24,7 +24,7 @@ from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_st
 from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
 from ds_stochdpo.model import TwoLaneModel
 from ds_stochdpo.packing import BatchLimits, LaneLayout, cut_micro_batches, lane_tokens, pack_lanes
-from ds_stochdpo.pruning import PairDraw, draw_pairs, full_draw
+from ds_stochdpo.pruning import ModelShape, PairDraw, draw_pairs, full_draw
 
 Metrics = dict[str, float]
 
@@ -62,6 +62,11 @@ class StochDPOEngine:
         self._stage0_norm: float | None = None
         if zero_stage(ds_config) == 0:
             self.deepspeed.optimizer.register_step_pre_hook(self._clip_at_stage0)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model that the cost of a pair depends on."""
+        return self.module.family.shape(self.module.lm.config)
 
     @property
     def step(self) -> int:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ds_stochdpo.errors import ModelError
 from ds_stochdpo.model.scoring import ScoringOptions
+from ds_stochdpo.pruning import ModelShape
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Family:
         embeddings: (path, reads positions) of each embedding that is summed into the first hidden state.
         rotary: Rotary embedding module; empty where positions are embedded.
         norm_keeps_rows: The model's forward reshapes the norm's output, so it must keep its length.
+        ffn_matrices: Matrices of the feed-forward block: 3 if gated, else 2.
     """
 
     layers: str = "layers"
@@ -30,11 +32,28 @@ class Family:
     embeddings: tuple[tuple[str, bool], ...] = (("embed_tokens", False),)
     rotary: str = "rotary_emb"
     norm_keeps_rows: bool = False
+    ffn_matrices: int = 3
 
     def scoring(self, config: Any, options: ScoringOptions) -> ScoringOptions:
         """Scoring options with the logit changes the model's config asks for."""
         softcap = getattr(config, "final_logit_softcapping", None)
         return dataclasses.replace(options, logit_softcap=softcap)
+
+    def shape(self, config: Any) -> ModelShape:
+        """Sizes that the work of a step depends on."""
+        heads = config.num_attention_heads
+        return ModelShape(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            ffn=getattr(config, "intermediate_size", None)
+            or getattr(config, "n_inner", None)
+            or 4 * config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab=config.vocab_size,
+            ffn_matrices=self.ffn_matrices,
+        )
 
 
 _LLAMA_LIKE = Family()
@@ -43,7 +62,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": _LLAMA_LIKE,
     "qwen2": _LLAMA_LIKE,
     "qwen3": _LLAMA_LIKE,
-    "gpt2": Family("h", "ln_f", (("wte", False), ("wpe", True)), "", norm_keeps_rows=True),
+    "gpt2": Family("h", "ln_f", (("wte", False), ("wpe", True)), "", norm_keeps_rows=True, ffn_matrices=2),
 }
 """Keyed by `config.model_type`; each is tested against the model's own forward."""
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_stochdpo.data.pair import PreferencePair
+from ds_stochdpo.pruning.cost import PairTokens
 from ds_stochdpo.pruning.draws import BranchDraw, PairDraw
 
 
@@ -24,11 +25,6 @@ class LaneTokens:
     def total(self) -> int:
         """Tokens run for the pair."""
         return self.live + self.frozen
-
-    @property
-    def cost(self) -> int:
-        """Work in token-forwards: a backward pass costs two forwards."""
-        return 3 * self.live + self.frozen
 
 
 @dataclass(frozen=True)
@@ -58,16 +54,33 @@ def lane_tokens(
     Returns:
         Tokens of both lanes.
     """
+    tokens = pair_tokens(pair, draw, share_response_start=share_response_start)
+    live = (tokens.chosen if draw.kept != "rejected" else 0) + (tokens.rejected if draw.kept != "chosen" else 0)
+    frozen = tokens.chosen + tokens.rejected - live
+    live_copies = 2 if draw.kept == "both" and not share_prompt else 1
+    frozen_copies = 0 if draw.kept == "both" or share_prompt else 1
+    return LaneTokens(live + live_copies * tokens.prompt, frozen + frozen_copies * tokens.prompt)
+
+
+def pair_tokens(pair: PreferencePair, draw: PairDraw, *, share_response_start: bool = True) -> PairTokens:
+    """What a drawn pair costs, in the terms of `pruning.pair_cost`.
+
+    Args:
+        pair: The pair.
+        draw: What was drawn for it.
+        share_response_start: As in `pack_lanes`; a shared start counts as prompt.
+
+    Returns:
+        Tokens run and positions scored of each part; the rows of a shared start are not counted.
+    """
     shared = pair.shared_start if share_response_start else 0
-    common = len(pair.prompt_ids) + shared
-    own = {"chosen": _own_inputs(draw.chosen, shared), "rejected": _own_inputs(draw.rejected, shared)}
-    kept = ["chosen", "rejected"] if draw.kept == "both" else [draw.kept]
-    dropped = [name for name in own if name not in kept]
-    live_copies = 1 if share_prompt else len(kept)
-    frozen_copies = 0 if share_prompt else len(dropped)
-    return LaneTokens(
-        live=live_copies * common + sum(own[name] for name in kept),
-        frozen=frozen_copies * common + sum(own[name] for name in dropped),
+    return PairTokens(
+        prompt=len(pair.prompt_ids) + shared,
+        chosen=_own_inputs(draw.chosen, shared),
+        rejected=_own_inputs(draw.rejected, shared),
+        chosen_scored=int((draw.chosen.positions >= shared).sum()),
+        rejected_scored=int((draw.rejected.positions >= shared).sum()),
+        kept=draw.kept,
     )
 
 
@@ -121,6 +134,8 @@ def cut_micro_batches(tokens: Sequence[int], limits: BatchLimits) -> list[list[i
     Returns:
         Indices of each micro-batch, ascending; empty for no pairs.
     """
+    if not tokens:
+        return []
     if limits.max_tokens is None:
         return assign_to_ranks(tokens, -(-len(tokens) // limits.max_pairs))
     bins: list[list[int]] = []

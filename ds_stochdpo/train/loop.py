@@ -12,7 +12,8 @@ import numpy as np
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data import PreferencePair, epoch_order, step_batches
 from ds_stochdpo.engine import Metrics, StochDPOEngine
-from ds_stochdpo.packing import assign_to_ranks, lane_tokens
+from ds_stochdpo.packing import assign_to_ranks, pair_tokens
+from ds_stochdpo.pruning import PairDraw, full_draw, pair_cost
 from ds_stochdpo.train.progress import Progress
 from ds_stochdpo.train.record import RunRecord
 
@@ -108,9 +109,7 @@ class TrainLoop:
         engine.epoch = step // self.schedule.steps_per_epoch
         window = [self.pairs[i] for i in self._window(step)]
         draws = engine.draw(window)
-        shares = {"share_prompt": self.config.share_prompt, "share_response_start": self.config.share_response_start}
-        costs = [lane_tokens(p, d, **shares).cost for p, d in zip(window, draws, strict=True)]
-        own = assign_to_ranks(costs, engine.ranks.world_size)[engine.ranks.rank]
+        own = self._share(window, draws)
         if self.config.log_draws:
             self.record.draws(step + 1, [p.pair_id for p in window], draws)
         return engine.train_step([window[i] for i in own], [draws[i] for i in own])
@@ -119,8 +118,7 @@ class TrainLoop:
         """Evaluate the held-out pairs and log the line. Collective; nothing without held-out pairs."""
         if not self.test_pairs:
             return
-        costs = [len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in self.test_pairs]
-        own = assign_to_ranks(costs, self.engine.ranks.world_size)[self.engine.ranks.rank]
+        own = self._share(self.test_pairs, [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in self.test_pairs])
         with self._progress("evaluating", len(own), "pair") as bar:
             metrics = self.engine.evaluate([self.test_pairs[i] for i in own], bar.advance)
         step = self.engine.step
@@ -128,6 +126,19 @@ class TrainLoop:
         line |= {f"eval_{name}": value for name, value in metrics.items()}
         self.evaluations.append(line)
         self.record.metrics(line)
+
+    def _share(self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]) -> list[int]:
+        """This rank's part of some pairs, balanced by the work of their draws."""
+        config, ranks = self.config, self.engine.ranks
+        costs = [
+            pair_cost(
+                self.engine.shape,
+                pair_tokens(pair, draw, share_response_start=config.share_response_start),
+                share_prompt=config.share_prompt,
+            )
+            for pair, draw in zip(pairs, draws, strict=True)
+        ]
+        return assign_to_ranks(costs, ranks.world_size)[ranks.rank]
 
     def _window(self, step: int) -> np.ndarray:
         order = epoch_order(len(self.pairs), self.config.seed, step // self.schedule.steps_per_epoch)

@@ -1,7 +1,7 @@
 """The HTML page of the report, one file with nothing to load. Entry: `build_page`.
 
-Read of run.json: settings, versions, and data, which is {split: {dropped: {reason: rows}, ...}}. Every other
-top-level value is shown as it is. Keys that are missing leave their part out.
+Read of run.json: settings, versions, and data, which is {split: {..., counts: {what: rows}}}. Every other top-level
+value is shown as it is. Keys that are missing leave their part out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ th, td { text-align: left; padding: 6px 14px; border-top: 1px solid #edf0f2; ver
 td { overflow-wrap: anywhere; }
 td:first-child { white-space: nowrap; }
 thead th { border-top: 0; color: #5c6875; font-weight: 600; font-size: 13px; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 td.help { color: #5c6875; font-size: 13px; }
 details summary { cursor: pointer; color: #2563a8; margin: 10px 0; }
 """
@@ -180,7 +180,7 @@ def _evaluation_table(evaluations: list[Line]) -> str:
 
 
 def _data_table(data: dict[str, Any]) -> str:
-    splits = {split: _flatten(counts) for split, counts in data.items() if isinstance(counts, dict)}
+    splits = {split: {"files": facts.get("files", []), **facts.get("counts", {})} for split, facts in data.items()}
     names = list(dict.fromkeys(name for counts in splits.values() for name in counts))
     if not names:
         return ""
@@ -188,16 +188,6 @@ def _data_table(data: dict[str, Any]) -> str:
     rows = [(name, *(_number(counts.get(name, 0)) for counts in splits.values())) for name in names]
     numeric = tuple(range(1, len(splits) + 1))
     return "<h2>Rows read, dropped and truncated</h2>" + _table(("", *splits), rows, numeric=numeric)
-
-
-def _flatten(counts: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in counts.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}: {reason}": count for reason, count in value.items()}
-        else:
-            flat[name] = value
-    return flat
 
 
 def _settings_table(settings: dict[str, Any]) -> str:
@@ -246,7 +236,7 @@ def _number(value: Any, *, signed: bool = False) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return str(value)
+        return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     if isinstance(value, int):
         return f"{value:+,}" if signed else f"{value:,}"
     # Adding 0.0 turns -0.0 into 0.0.

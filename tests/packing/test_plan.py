@@ -107,8 +107,8 @@ def test_lane_tokens_of_an_example():
     kept = PairDraw(full.chosen, full.rejected, "chosen", 0.5)
     # Own inputs: chosen 7 - 2 - 1, rejected 4 - 2 - 1; the common part is 10 + 2.
     both, single = lane_tokens(pair, full), lane_tokens(pair, kept)
-    assert (both.live, both.frozen, both.total, both.cost) == (17, 0, 17, 51)
-    assert (single.live, single.frozen, single.total, single.cost) == (16, 1, 17, 49)
+    assert (both.live, both.frozen, both.total) == (17, 0, 17)
+    assert (single.live, single.frozen, single.total) == (16, 1, 17)
     apart = lane_tokens(pair, kept, share_prompt=False)
     assert (apart.live, apart.frozen) == (16, 13)
     whole = lane_tokens(pair, full, share_response_start=False)

@@ -40,7 +40,7 @@ def eval_line(step: int, accuracy: float, margin: float) -> dict[str, Any]:
 
 
 def make_run(folder: Path, lines: list[dict[str, Any]], **settings: Any) -> Path:
-    data = {"train": {"pairs": 24, "dropped": {"both responses <equal>": 7}, "truncated": {"prompt": 3}}}
+    data = {"train": {"files": ["a.jsonl", "b.jsonl"], "counts": {"dropped/both responses <equal>": 7, "used": 24}}}
     run = {
         "settings": StochDPOConfig(**settings).to_dict(),
         "versions": {"torch": "2.13.0"},
@@ -63,8 +63,8 @@ def test_report_holds_the_numbers_of_the_run(tmp_path: Path) -> None:
     row = cells(page)
     at = row.index("accuracy: share of pairs with margin above 0")
     assert row[at + 1 : at + 4] == ["0.0000", "0.6875", "+0.6875"]
-    assert row[row.index("dropped: both responses &lt;equal&gt;") + 1] == "7"
-    assert row[row.index("truncated: prompt") + 1] == "3"
+    assert row[row.index("dropped/both responses &lt;equal&gt;") + 1] == "7"
+    assert row[row.index("files") + 1] == "a.jsonl, b.jsonl"
     assert row[row.index("learning_rate") + 1] == "3e-06"
     assert row[row.index("version of torch") + 1] == "2.13.0"
     # Median of 11, 12 and 13 s; 900, 500 and 250 of 1,500 tokens.
