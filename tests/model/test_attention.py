@@ -170,7 +170,7 @@ def with_gradients(backend, inputs, segments, window):
 Q_LENS, K_LENS = (7, 1, 4, 9, 1), (7, 1, 11, 12, 6)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 5, 7, 11, 12, 50])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 6, 7, 8, 11, 12, 50])
 @pytest.mark.parametrize("elements", [1, 24, 36, 2**22], ids=["rows", "two", "three", "whole"])
 def test_sdpa_tiles_equal_the_explicit_softmax(monkeypatch, elements, window):
     inputs, segments = tensors(Q_LENS, K_LENS), AttentionSegments(Q_LENS, K_LENS)

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from ds_stochdpo.errors import ModelError
-from ds_stochdpo.model import FAMILIES, TwoLaneModel, family_of
-from ds_stochdpo.model.attention import ATTENTION_NAME, sdpa_backend
+from ds_stochdpo.model import FAMILIES, TwoLaneModel, family_of, two_lane
+from ds_stochdpo.model.attention import ATTENTION_NAME, LaneCall, sdpa_backend
 from ds_stochdpo.packing import pack_lanes
 from tests.model.gpt2_float64 import POLICY, Run, full_draws, gap, keep, scored_pairs, tiny_gpt2
 from tests.model.test_families import CONFIGS, KEPT, LENGTHS, VOCAB, draws_for, tiny
@@ -235,6 +235,24 @@ def test_transformers_own_checkpointing_is_switched_off():
     lm.activation_checkpointing_enable()
     model = TwoLaneModel(lm, sdpa_backend)
     assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+
+
+def test_recomputing_captures_no_prompt_again(monkeypatch):
+    calls = []
+
+    class Watched(LaneCall):
+        def __post_init__(self):
+            calls.append(self)
+
+    monkeypatch.setattr(two_lane, "LaneCall", Watched)
+    pairs = random_pairs([(4, 5, 3)], VOCAB)
+    layout = pack_lanes(pairs, [keep(d, "chosen", 0.5) for d in full_draws(pairs)])
+    live, _ = TwoLaneModel(tiny("gpt2"), sdpa_backend, gradient_checkpointing=True)(layout)
+    live.sum().backward()
+    live_calls = [c for c in calls if c.capture_rows_C is not None]
+    assert len(live_calls) == 3
+    # Kept prompt keys would live as long as the graph.
+    assert all(c.prompt_keys is None and c.prompt_values is None for c in live_calls)
 
 
 def test_checkpointing_recomputes_the_live_lane_alone():

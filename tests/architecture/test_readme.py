@@ -1,0 +1,45 @@
+"""The README's map, commands and settings are those of the tree."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from ds_stochdpo import StochDPOConfig
+from ds_stochdpo.model import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def mapped_files():
+    table = README.split("## Map")[1].split("## ")[0]
+    return set(re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE))
+
+
+def test_the_map_has_a_line_for_every_file():
+    patterns = ("ds_stochdpo/**/*.py", "launch/*.py", "launch/*.sh", "launch/recipes/*.yaml", "ds_configs/*.json")
+    files = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+    files = {f for f in files if not f.endswith("__init__.py")}
+    assert files - mapped_files() == set()
+    assert all((ROOT / name).exists() for name in mapped_files())
+
+
+def test_both_commands_are_there_and_run():
+    for name in ("launch/quickstart.sh", "tests/run.sh"):
+        assert f"bash {name}" in README
+        assert (ROOT / name).stat().st_mode & 0o111
+    assert "tests/run.sh" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_flags_in_the_readme_exist():
+    launcher = {"num_accelerators", "hostfile", "no_ssh", "node_rank", "master_addr", "master_port", "nnodes",
+                "nproc_per_node", "config", "help", "nodes", "ntasks-per-node", "gpus-per-node"}  # fmt: skip
+    fields = {f.name for f in dataclasses.fields(StochDPOConfig)}
+    assert set(re.findall(r"--([a-z][a-z_-]+)", README)) - launcher - fields == set()
+
+
+def test_the_models_named_are_those_supported():
+    limits = README.split("## Limits")[1]
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT-2"}
+    assert set(names) == set(FAMILIES)
+    assert all(name in limits for name in names.values())
