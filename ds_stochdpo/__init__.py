@@ -19,7 +19,7 @@ from ds_stochdpo.errors import ConfigError, DataError, ExportError, LockstepErro
 if TYPE_CHECKING:
     from ds_stochdpo.data import PreferencePair, load_pairs
     from ds_stochdpo.engine import StochDPOEngine, add_reference, initialize
-    from ds_stochdpo.pruning import draw_pairs as draw
+    from ds_stochdpo.packing import draw
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _LAZY = {
     "PreferencePair": ("ds_stochdpo.data", "PreferencePair"),
     "StochDPOEngine": ("ds_stochdpo.engine", "StochDPOEngine"),
     "add_reference": ("ds_stochdpo.engine", "add_reference"),
-    "draw": ("ds_stochdpo.pruning", "draw_pairs"),
+    "draw": ("ds_stochdpo.packing", "draw"),
     "initialize": ("ds_stochdpo.engine", "initialize"),
     "load_pairs": ("ds_stochdpo.data", "load_pairs"),
 }

@@ -23,7 +23,7 @@ from ds_stochdpo.engine.settings import zero_stage
 from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_step, unpack_scores
 from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
 from ds_stochdpo.model import TwoLaneModel
-from ds_stochdpo.packing import BatchLimits, LaneLayout, cut_micro_batches, lane_tokens, pack_lanes
+from ds_stochdpo.packing import BatchLimits, LaneLayout, cut_micro_batches, draw, lane_tokens, pack_lanes
 from ds_stochdpo.pruning import ModelShape, PairDraw, draw_pairs, full_draw
 
 Metrics = dict[str, float]
@@ -92,19 +92,7 @@ class StochDPOEngine:
         Returns:
             One draw for each pair; a pure function of seed, epoch, step, ids and lengths.
         """
-        return self._draw([(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs])
-
-    def _draw(self, lengths: Sequence[tuple[int, int, int]]) -> list[PairDraw]:
-        pair_ids, chosen, rejected = zip(*lengths, strict=True) if lengths else ((), (), ())
-        return draw_pairs(
-            self.config.pruning,
-            seed=self.config.seed,
-            epoch=self.epoch,
-            step=self.step,
-            pair_ids=pair_ids,
-            chosen_lengths=chosen,
-            rejected_lengths=rejected,
-        )
+        return draw(pairs, self.config, epoch=self.epoch, step=self.step)
 
     def train_step(self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw] | None = None) -> Metrics:
         """One optimizer step.
@@ -247,8 +235,18 @@ class StochDPOEngine:
         own = [(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
         # Every rank: a balanced branch draw needs the pairs of all ranks.
         shares = self.ranks.gather_objects(own)
+        pair_ids, chosen, rejected = zip(*(row for share in shares for row in share), strict=True)
+        draws = draw_pairs(
+            self.config.pruning,
+            seed=self.config.seed,
+            epoch=self.epoch,
+            step=self.step,
+            pair_ids=pair_ids,
+            chosen_lengths=chosen,
+            rejected_lengths=rejected,
+        )
         start = sum(len(share) for share in shares[: self.ranks.rank])
-        return self._draw([lengths for share in shares for lengths in share])[start : start + len(own)]
+        return draws[start : start + len(own)]
 
     def _plan(
         self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw], limits: BatchLimits

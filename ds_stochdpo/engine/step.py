@@ -114,7 +114,7 @@ def slot_sums(layout: LaneLayout, live_logp_K: Tensor, frozen_logp_K: Tensor) ->
 
     Returns:
         Policy and reference sums, float64 [P, 3], columns as `SLOTS`. Both take the same rows and weights, so a
-        reference equal to the policy gives equal sums whatever was sampled (METHOD.md M6).
+        reference equal to the policy gives equal sums whatever was sampled (METHOD.md M8).
     """
     groups = (layout.live_rows, layout.detached_rows, layout.frozen_rows)
     slot_K = torch.cat([g.slot_K for g in groups])

@@ -1,7 +1,7 @@
 """From drawn pairs to packed lanes, and from an optimizer step to balanced micro-batches."""
 
 from ds_stochdpo.packing.lanes import SLOTS, Lane, LaneLayout, ScoreRows, TokenCounts, pack_lanes
-from ds_stochdpo.packing.plan import BatchLimits, assign_to_ranks, cut_micro_batches, lane_tokens, pair_tokens
+from ds_stochdpo.packing.plan import BatchLimits, assign_to_ranks, cut_micro_batches, draw, lane_tokens, pair_tokens
 from ds_stochdpo.packing.segments import AttentionSegments, cu_seqlens
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "assign_to_ranks",
     "cu_seqlens",
     "cut_micro_batches",
+    "draw",
     "lane_tokens",
     "pack_lanes",
     "pair_tokens",

@@ -46,7 +46,7 @@ class ScoreRows:
     Attributes:
         row_K: Row of the lane whose hidden state predicts the target, int64.
         target_K: Token to score, int64.
-        weight_K: Inverse probability of the row in the estimate, float64 (METHOD.md M5).
+        weight_K: Inverse probability of the row in the estimate, float64 (METHOD.md M5, M12).
         ref_K: Reference log-prob of the same token in nats, float64; 0 without a reference.
         slot_K: 3 * pair index + index into `SLOTS`, int64.
         position_K: Position of the token in its response, 0-based, int64.
@@ -286,7 +286,7 @@ def pack_lanes(
         draws: One draw for each pair, in the same order.
         share_prompt: Run the prompt once for both branches.
         share_response_start: Treat the tokens both responses begin with as prompt and score them once, without
-            gradient and with weight 1 (METHOD.md, shared response start).
+            gradient and with weight 1 (METHOD.md M21).
 
     Returns:
         The layout, on the CPU.

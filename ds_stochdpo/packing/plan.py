@@ -1,7 +1,7 @@
-"""How the pairs of one optimizer step are spread over ranks and cut into micro-batches.
+"""How the pairs of one optimizer step are drawn, spread over ranks and cut into micro-batches.
 
-A pure function of lengths and draws, so every rank can compute the plan of all ranks.
-Entry: `assign_to_ranks`, `cut_micro_batches`.
+Pure functions of lengths and draws, so every rank can compute the plan of all ranks.
+Entry: `draw`, `assign_to_ranks`, `cut_micro_batches`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.pruning.cost import PairTokens
-from ds_stochdpo.pruning.draws import BranchDraw, PairDraw
+from ds_stochdpo.pruning.draws import BranchDraw, PairDraw, draw_pairs
+
+
+def draw(
+    pairs: Sequence[PreferencePair], config: StochDPOConfig, *, epoch: int = 0, step: int = 0
+) -> list[PairDraw]:
+    """The three choices for the pairs of one optimizer step, before anything is run.
+
+    Args:
+        pairs: The pairs of the step over all ranks: a balanced branch draw looks at all of them.
+        config: Settings; only the pruning and the seed are read.
+        epoch: Pass over the data, from 0.
+        step: Optimizer step, from 0; balanced branch draws depend on it.
+
+    Returns:
+        One draw for each pair, in order: a pure function of seed, epoch, step, ids and lengths, independent of world
+        size and of the order of the pairs (METHOD.md M20).
+
+    Raises:
+        ConfigError: If `prefix_keep` cannot be reached by its sampler.
+    """
+    return draw_pairs(
+        config.pruning,
+        seed=config.seed,
+        epoch=epoch,
+        step=step,
+        pair_ids=[p.pair_id for p in pairs],
+        chosen_lengths=[len(p.chosen_ids) for p in pairs],
+        rejected_lengths=[len(p.rejected_ids) for p in pairs],
+    )
 
 
 @dataclass(frozen=True)

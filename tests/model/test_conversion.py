@@ -241,7 +241,8 @@ def test_recomputing_captures_no_prompt_again(monkeypatch):
     calls = []
 
     class Watched(LaneCall):
-        def __post_init__(self):
+        def __init__(self, *args):
+            super().__init__(*args)
             calls.append(self)
 
     monkeypatch.setattr(two_lane, "LaneCall", Watched)

@@ -69,10 +69,10 @@ ADAMW = {
 
 
 def global_draws(plan, pairs, *, seed, step):
-    """What `ds_stochdpo.draw` gives for the pairs of all ranks."""
-    import ds_stochdpo
+    """Draws for the pairs of all ranks."""
+    from ds_stochdpo.pruning import draw_pairs
 
-    return ds_stochdpo.draw(
+    return draw_pairs(
         plan,
         seed=seed,
         epoch=0,

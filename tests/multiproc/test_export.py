@@ -125,6 +125,7 @@ def test_weights_are_cut_into_indexed_files(exported, name):
     assert results[0][name]["one_file"]
     stored = {key: value for file in files for key, value in load_file(file).items()}
     assert stored.keys() == index["weight_map"].keys()
+    assert {v.dtype for v in stored.values()} == {torch.bfloat16 if RUNS[name].bf16 else torch.float32}
     assert ("lm_head.weight" in stored) == (not RUNS[name].tie)
     assert index["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in stored.values())
     for file in files:
