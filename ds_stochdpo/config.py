@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,9 @@ PREFIX_WEIGHTINGS = ("ipw", "none")
 BRANCHES = ("both", "single")
 BRANCH_BALANCES = ("balanced", "iid")
 LOSS_TYPES = ("sigmoid", "robust", "hinge")
+LR_SCHEDULERS = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
+                 "inverse_sqrt")  # fmt: skip
+"""Schedules of transformers that need no argument of their own."""
 
 
 def _doc(default: Any, text: str) -> Any:
@@ -112,7 +116,9 @@ class StochDPOConfig:
         None, "Cut micro-batches further so that none runs more tokens than this; a longer pair runs alone."
     )
     learning_rate: float | None = _doc(None, "Peak learning rate (default 1e-6).")
-    lr_scheduler_type: str = _doc("linear", "Schedule, by its name in transformers.")
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = _doc("linear", "Schedule, by its name in transformers.")
     warmup_steps: float = _doc(0.0, "Warm-up steps; a fraction below 1 is a share of all steps.")
     warmup_ratio: float | None = _doc(None, "Alias: share of all steps used for warm-up.")
     weight_decay: float | None = _doc(None, "Weight decay of matrices, not of norms and biases (default 0).")
@@ -180,12 +186,20 @@ class StochDPOConfig:
             ("attn_implementation", ("auto", "flash_attn", "torch", "sdpa")),
             ("coefficient", ("sampled",)),
             ("report_to", ("none",)),
+            ("lr_scheduler_type", LR_SCHEDULERS),
         ):
             _require_choice(key, getattr(self, key), allowed)
+        for key in ("overwrite_output_dir", "gradient_checkpointing", "share_prompt", "share_response_start",
+                    "log_draws", "score_recompute"):  # fmt: skip
+            _require_bool(key, getattr(self, key))
+        if self.bf16 is not None:
+            _require_bool("bf16", self.bf16)
 
     def _check_loss(self) -> None:
         _require_number("beta", self.beta, low=0.0, low_open=True)
         _require_number("label_smoothing", self.label_smoothing, low=0.0, high=0.5)
+        if self.loss_type == "sigmoid" and self.label_smoothing == 0.5:
+            warnings.warn("label_smoothing is 0.5, which leaves no preference to learn.", stacklevel=3)
         if self.loss_type == "hinge" and self.label_smoothing:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing}, but loss_type hinge has none; set it to 0 or use sigmoid."
@@ -224,7 +238,8 @@ class StochDPOConfig:
             _require_number("warmup_ratio", self.warmup_ratio, low=0.0, high=1.0, high_open=True)
             if self.warmup_steps:
                 raise ConfigError("warmup_ratio and warmup_steps are both set; keep one of them.")
-            self.warmup_steps = self.warmup_ratio
+            # Only one of the two stays, so that a copy of the settings checks itself again.
+            self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None
         _require_number("warmup_steps", self.warmup_steps, low=0.0)
         if self.max_steps != -1:
             _require_int("max_steps", self.max_steps, low=1, also="or -1 to train num_train_epochs")
@@ -240,6 +255,11 @@ def _to_float(key: str, value: Any) -> float:
 def _require_choice(key: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}.")
+
+
+def _require_bool(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} is {value!r}; it must be true or false.")
 
 
 def _require_int(key: str, value: Any, *, low: int, also: str = "") -> None:

@@ -11,6 +11,7 @@ from ds_stochdpo.config import (
     BRANCH_BALANCES,
     BRANCHES,
     LOSS_TYPES,
+    LR_SCHEDULERS,
     POSITION_SAMPLERS,
     PREFIX_SAMPLERS,
     PREFIX_WEIGHTINGS,
@@ -33,6 +34,7 @@ CHOICES = {
     "prefix_weighting": PREFIX_WEIGHTINGS,
     "branch": BRANCHES,
     "branch_balance": BRANCH_BALANCES,
+    "lr_scheduler_type": LR_SCHEDULERS,
 }
 COUNTS = (
     "max_length",
@@ -222,7 +224,6 @@ def test_warmup_ratio_is_an_alias():
 def test_settings_survive_a_round_trip_through_json():
     config = StochDPOConfig(warmup_ratio=0.1, branch_prob="0.25", position_keep=0.5)
     again = json.loads(json.dumps(config.to_dict()))
-    again["warmup_steps"] = 0.0
     assert StochDPOConfig(**again) == config
 
 
@@ -288,3 +289,23 @@ def test_plan_fields_are_settings():
 def test_a_plan_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PruningPlan().position_keep = 0.5
+
+
+def test_smoothing_that_leaves_no_preference_is_warned_of():
+    with pytest.warns(UserWarning, match=r"label_smoothing is 0\.5"):
+        StochDPOConfig(label_smoothing=0.5)
+
+
+SWITCHES = ("overwrite_output_dir", "gradient_checkpointing", "share_prompt", "share_response_start", "log_draws",
+            "score_recompute", "bf16")  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+@pytest.mark.parametrize("value", ["false", "no", 1, 0, ""])
+def test_switches_are_true_or_false(key, value):
+    refused(rf"^{key} is {value!r}; it must be true or false\.$", **{key: value})
+
+
+def test_every_switch_is_tested():
+    hints = typing.get_type_hints(StochDPOConfig)
+    assert {name for name, hint in hints.items() if hint in (bool, bool | None)} == set(SWITCHES)

@@ -35,9 +35,7 @@ def tiny_tokenizer(pad="<pad>", bos=None, eos="<|im_end|>", template=CHAT, *, ad
         core.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, core.token_to_id(bos))]
         )
-    named = {
-        name: value for name, value in (("pad_token", pad), ("bos_token", bos), ("eos_token", eos)) if value
-    }
+    named = {name: value for name, value in (("pad_token", pad), ("bos_token", bos), ("eos_token", eos)) if value}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **named)
     tokenizer.chat_template = template
     return tokenizer

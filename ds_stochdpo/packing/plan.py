@@ -15,9 +15,7 @@ from ds_stochdpo.pruning.cost import PairTokens
 from ds_stochdpo.pruning.draws import BranchDraw, PairDraw, draw_pairs
 
 
-def draw(
-    pairs: Sequence[PreferencePair], config: StochDPOConfig, *, epoch: int = 0, step: int = 0
-) -> list[PairDraw]:
+def draw(pairs: Sequence[PreferencePair], config: StochDPOConfig, *, epoch: int = 0, step: int = 0) -> list[PairDraw]:
     """The three choices for the pairs of one optimizer step, before anything is run.
 
     Args:

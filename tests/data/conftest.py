@@ -19,8 +19,6 @@ def load(tmp_path, tokenizer):
     def run(rows, tok=tokenizer, context_length=None, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return load_pairs(
-            StochDPOConfig(dataset_name=str(path), **settings), tok, context_length=context_length
-        )
+        return load_pairs(StochDPOConfig(dataset_name=str(path), **settings), tok, context_length=context_length)
 
     return run

@@ -99,9 +99,7 @@ def test_a_response_of_several_messages_is_rendered_whole(load):
     tok = tiny_tokenizer(template=TOOL_CHAT)
     call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "content": "rain"}
-    loaded = load(
-        [pair([user("weather?")], [call, result, assistant("It rains.")], [assistant("Sunny.")])], tok
-    )
+    loaded = load([pair([user("weather?")], [call, result, assistant("It rains.")], [assistant("Sunny.")])], tok)
     assert decoded(tok, loaded.pairs[0]) == (
         chatml(user("weather?"), header=True),
         "<call>wx</call><|im_end|>\n" + chatml(result, assistant("It rains.")),

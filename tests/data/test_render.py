@@ -13,9 +13,7 @@ from tests.tiny import CHAT, tiny_tokenizer
 BOS, EOS = 2, 1
 STRINGS = {"prompt": "Name one colour.", "chosen": " Blue.", "rejected": " Another Green."}
 MESSAGES = {"prompt": [user("Capital?")], "chosen": [assistant("Seoul")], "rejected": [assistant("Madrid")]}
-DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe nice.<|im_end|>\n{% endif %}" + CHAT
-)
+DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe nice.<|im_end|>\n{% endif %}" + CHAT
 THINKING = CHAT.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 LAST_ONLY = (
     "{% for m in messages %}{% if loop.last %}{{ m.content }}{% else %}earlier {{ loop.index }}{% endif %}"

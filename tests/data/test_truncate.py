@@ -119,8 +119,6 @@ def test_the_models_context_is_the_default_and_the_bound(load):
 
 def test_begin_token_survives_in_a_loaded_set(load):
     tok = tiny_tokenizer(bos="<s>", adds_bos=True)
-    pair = load(
-        [{"prompt": WORDS, "chosen": " Blue.", "rejected": " Green!"}], tok, max_prompt_length=8
-    ).pairs[0]
+    pair = load([{"prompt": WORDS, "chosen": " Blue.", "rejected": " Green!"}], tok, max_prompt_length=8).pairs[0]
     assert tok.decode(pair.prompt_ids).startswith("<s>")
     assert len(pair.prompt_ids) == 8

@@ -101,6 +101,12 @@ def test_a_json_that_cannot_be_read_is_named(tmp_path):
         resolve(str(broken))
 
 
+def test_settings_can_be_resolved_again():
+    config, _ = resolve(ZERO3, warmup_ratio=0.1)
+    assert config.warmup_steps == 0.1
+    assert resolve_settings(config, ZERO3, world_size=2)[0] == config
+
+
 def test_stage_1_gets_no_overlapped_reduction():
     assert (
         resolve({"zero_optimization": {"stage": 1, "overlap_comm": True}})[1]["zero_optimization"]["overlap_comm"]

@@ -60,7 +60,7 @@ def deepspeed_json(stage, optimizer, **zero):
     }
 
 
-SGD = {"type": "SGD", "params": {"lr": 0.1}}
+SGD = {"type": "SGD", "params": {"lr": 0.03}}
 # With the usual eps, 1e-8, rounding in tiny gradients would decide the sign of an update.
 ADAMW = {
     "type": "AdamW",

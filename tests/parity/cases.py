@@ -100,9 +100,7 @@ class Case:
 
 CASES = {
     "sigmoid": Case("plain", "sigmoid", None),
-    "sigmoid_chat": Case(
-        "chat", "sigmoid", 12, optimizer="sgd", learning_rate=0.1, batch_size=2, accumulation=2
-    ),
+    "sigmoid_chat": Case("chat", "sigmoid", 12, optimizer="sgd", learning_rate=0.1, batch_size=2, accumulation=2),
     "hinge_begin_token": Case("plain_bos", "hinge", 12, beta=0.3, batch_size=8),
     "robust_chat": Case("chat", "robust", 12, label_smoothing=0.1),
 }

@@ -87,9 +87,7 @@ def run_case(case, folder):
         callbacks=[log],
     )
     weights = {"policy": checksum(trainer.model), "reference": checksum(trainer.ref_model)}
-    token_ids = [
-        token_line(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]) for row in trainer.train_dataset
-    ]
+    token_ids = [token_line(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]) for row in trainer.train_dataset]
     trainer.train()
     return {"settings": asdict(case), "weights": weights, "steps": log.steps, "token_ids": token_ids}
 
@@ -97,9 +95,7 @@ def run_case(case, folder):
 def main():
     import trl
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RECORDED)
     out = parser.parse_args().out
     disable_progress_bars()

@@ -85,9 +85,7 @@ def run_ours(case, folder, *, stage=0, change=lambda pairs: pairs):
     steps, num_tokens = [], 0.0
     for step in range(case.steps):
         start = step * case.pairs_per_step
-        metrics = engine.train_step(
-            [pairs[i % len(pairs)] for i in range(start, start + case.pairs_per_step)]
-        )
+        metrics = engine.train_step([pairs[i % len(pairs)] for i in range(start, start + case.pairs_per_step)])
         num_tokens += metrics["tokens/full"]
         steps.append({key: metrics[key] for key in METRICS} | {"num_tokens": num_tokens})
     return {"weights": weights, "token_ids": token_ids, "steps": steps}
