@@ -182,3 +182,43 @@ def test_master_weights_move_where_bf16_alone_would_stand_still(exported, name):
     print(name, f"masters moved {moved / total:.4f}, bf16 unchanged {stood / total:.4f}")
     assert moved > 0.9 * total
     assert stood > 0.99 * total
+
+
+def export_while_gathers_are_under_way(_, folder):
+    """Worker: an evaluation ends with prefetched gathers for a backward pass that never comes; then export."""
+    import ds_stochdpo
+    from ds_stochdpo.engine import process_group
+    from tests.tiny import tiny_llama
+
+    # DeepSpeed prefetches only where many parameters may live and few are reused.
+    prefetching = {
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 40,
+            "stage3_prefetch_bucket_size": 10_500,
+            "stage3_max_live_parameters": 400_000,
+            "stage3_max_reuse_distance": 40_000,
+        }
+    }
+    with process_group() as ranks:
+        lm = tiny_llama(2300, num_hidden_layers=6, tie=True)
+        config = ds_stochdpo.StochDPOConfig(beta=cases.BETA, per_device_train_batch_size=4)
+        engine = ds_stochdpo.initialize(model=lm, config=config, deepspeed=prefetching)
+        pairs = cases.shares(cases.step_pairs(steps=1)[0], 4)[ranks.rank]
+        for _ in range(3):
+            engine.train_step(pairs)
+            engine.evaluate(pairs)
+        states = {str(p.ds_status) for p in lm.parameters()}
+        engine.export(folder / "model")
+        engine.train_step(pairs)
+    return states
+
+
+def test_export_waits_for_gathers_that_are_under_way(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    results, job = harness.run(export_while_gathers_are_under_way, 2, tmp_path, None)
+    # Otherwise this test would show nothing.
+    assert all("ZeroParamStatus.INFLIGHT" in states for states in results)
+    assert AutoModelForCausalLM.from_pretrained(job.folder / "model").config.num_hidden_layers == 6
