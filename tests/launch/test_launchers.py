@@ -1,5 +1,6 @@
 """The training script as a user starts it: three launchers, one result; files of the contract; no compiler."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ds_stochdpo import StochDPOConfig, load_pairs
+from tests.oracle import branch_logps, padded_dpo_loss, relative_error
 from tests.tiny import tiny_llama, tiny_tokenizer, write_pairs
 
 ROOT = Path(__file__).parents[2]
@@ -203,3 +206,33 @@ def test_mistakes_end_with_a_sentence(job, settings, words):
     assert "Traceback" not in done.stderr
     assert words in done.stderr.splitlines()[-1]
     assert not (job / "mistake" / "metrics.jsonl").exists()
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_sgd_step_of_the_script_is_the_gradient_of_padded_dpo(job, stage):
+    """Learning rate 1 and no clipping: exported weights before minus after are the gradient."""
+    sgd = {
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    (job / f"sgd{stage}.json").write_text(json.dumps(sgd))
+    write_pairs(job / "one.jsonl", 1)
+    done = launch(
+        commands()["python"], job, model_name_or_path="model", dataset_name="one.jsonl", output_dir=f"sgd{stage}",
+        reference_cache_dir="cache", deepspeed=f"sgd{stage}.json", branch="both",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    config = StochDPOConfig(dataset_name=str(job / "one.jsonl"))
+    pairs = load_pairs(config, AutoTokenizer.from_pretrained(job / "model"), context_length=256).pairs
+    lm = AutoModelForCausalLM.from_pretrained(job / "model").eval()
+    with torch.no_grad():
+        ref = {side: branch_logps(lm, pairs[0].prompt_ids, getattr(pairs[0], f"{side}_ids")).numpy()
+               for side in ("chosen", "rejected")}  # fmt: skip
+    pair = dataclasses.replace(pairs[0], chosen_ref_logps=ref["chosen"], rejected_ref_logps=ref["rejected"])
+    padded_dpo_loss(lm, [pair], beta=0.1).backward()
+    before = load_file(job / "model" / "model.safetensors")
+    after = load_file(job / f"sgd{stage}" / "model.safetensors")
+    gradient = {name: before[name] - after[name] for name in before}
+    assert relative_error(gradient, {n: p.grad for n, p in lm.named_parameters()}) < 1e-5
