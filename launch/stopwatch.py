@@ -1,6 +1,6 @@
 """Step time and peak memory of stock, exact and pruned DPO on the same pairs, in one run.
 
-python launch/stopwatch.py [--config launch/recipes/quickstart.yaml] [--pairs 6] [--rounds 3]
+python launch/stopwatch.py [--config launch/recipes/quickstart.yaml] [--pairs 4] [--rounds 3]
 
 Each variant lives in a process of its own, so that its peak memory is its own; the rounds take turns (A B C A B C), so
 that a busy machine slows all of them alike. A step here is forward and backward of one batch; the optimizer step and
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument(
         "--config", default="launch/recipes/quickstart.yaml", help="recipe whose model, pairs and pruning are used"
     )
-    parser.add_argument("--pairs", type=int, default=6, help="pairs of one step")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of one step")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each variant")
     arguments = parser.parse_args()
     config = parse_settings(["--config", arguments.config])
