@@ -52,6 +52,24 @@ def parse_settings(arguments: Sequence[str]) -> StochDPOConfig:
     return StochDPOConfig(**{f.name: getattr(known, f.name) for f in dataclasses.fields(StochDPOConfig)})
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """One spelling a flag, and a default only where there is one."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=6)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.dest == "help":
+            return super()._format_action_invocation(action)
+        values = f"{{{', '.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
+        return f"{action.option_strings[0]} {values}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        has_default = action.default not in (None, "", argparse.SUPPRESS)
+        return f"{text} [%(default)s]" if has_default else text
+
+
 def _pre_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file of settings.")
@@ -67,9 +85,14 @@ def _parser() -> argparse.ArgumentParser:
         usage=_USAGE,
         description=_DESCRIPTION,
         parents=[_pre_parser()],
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
         exit_on_error=False,
     )
+    for action in parser._actions:
+        if any(option.startswith("--no_") for option in action.option_strings):
+            # `--no_share_prompt` works; `--share_prompt false` says it already.
+            action.help = argparse.SUPPRESS
     return parser
 
 
