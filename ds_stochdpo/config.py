@@ -77,7 +77,10 @@ class PruningPlan:
 class StochDPOConfig:
     """Every setting of a run; names follow TRL and transformers where they have one."""
 
-    model_name_or_path: str = _doc("", "Folder or hub name of the policy to train; also the reference.")
+    model_name_or_path: str = _doc("", "Folder or hub name of the policy to train.")
+    ref_model_name_or_path: str | None = _doc(
+        None, "Folder or hub name of the reference. None: the policy as it is before the first step."
+    )
     dataset_name: str = _doc("", "Hub name, folder, or json/jsonl/jsonl.gz/parquet file of preference pairs.")
     dataset_train_split: str = _doc("train", "Split of dataset_name that is trained on.")
     dataset_test_split: str | None = _doc(
@@ -94,8 +97,9 @@ class StochDPOConfig:
     label_smoothing: float = _doc(
         0.0, "Assumed share of flipped preferences, in [0, 0.5]; for sigmoid and robust (there below 0.5)."
     )
-    reference: Literal["cached", "none"] = _doc(
-        "cached", "cached: per-token log-probs of the initial policy, computed once and kept on disk. "
+    reference: Literal["cached", "online", "none"] = _doc(
+        "cached", "cached: per-token log-probs of the reference, computed once and kept on disk. "
+        "online: a frozen copy, sharded over ranks, scores each step's sampled tokens. "
         "none: log pi alone, for losses that allow it (sigmoid, hinge).",
     )  # fmt: skip
     reference_cache_dir: str | None = _doc(None, "Folder of the reference cache. None: ~/.cache/ds_stochdpo.")
@@ -181,7 +185,7 @@ class StochDPOConfig:
     def _check_choices(self) -> None:
         for key, allowed in (
             ("loss_type", LOSS_TYPES),
-            ("reference", ("cached", "none")),
+            ("reference", ("cached", "online", "none")),
             ("truncation_mode", ("keep_end", "keep_start")),
             ("attn_implementation", ("auto", "flash_attn", "torch", "sdpa")),
             ("coefficient", ("sampled",)),
@@ -207,6 +211,11 @@ class StochDPOConfig:
         if self.loss_type == "robust" and not 0.0 <= self.label_smoothing < 0.5:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing}; robust divides by 1 - 2 * label_smoothing: keep it < 0.5."
+            )
+        if self.reference == "none" and self.ref_model_name_or_path:
+            raise ConfigError(
+                f"ref_model_name_or_path is {self.ref_model_name_or_path}, but reference is none; "
+                "use reference: cached or online, or leave the model out."
             )
         if self.reference == "none" and self.loss_type == "robust":
             raise ConfigError(

@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 KEEP_RATES = ("position_keep", "prefix_keep", "prefix_min_survival")
 CHOICES = {
     "loss_type": LOSS_TYPES,
-    "reference": ("cached", "none"),
+    "reference": ("cached", "online", "none"),
     "truncation_mode": ("keep_end", "keep_start"),
     "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
     "coefficient": ("sampled",),
@@ -309,3 +309,9 @@ def test_switches_are_true_or_false(key, value):
 def test_every_switch_is_tested():
     hints = typing.get_type_hints(StochDPOConfig)
     assert {name for name, hint in hints.items() if hint in (bool, bool | None)} == set(SWITCHES)
+
+
+def test_a_reference_model_needs_a_reference():
+    refused(
+        r"^ref_model_name_or_path is other, but reference is none", reference="none", ref_model_name_or_path="other"
+    )

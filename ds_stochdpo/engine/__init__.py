@@ -2,6 +2,7 @@
 
 from ds_stochdpo.engine.distributed import Ranks, process_group
 from ds_stochdpo.engine.engine import Metrics, StochDPOEngine
+from ds_stochdpo.engine.frozen import FrozenReference, frozen_settings
 from ds_stochdpo.engine.initialize import initialize
 from ds_stochdpo.engine.loading import (
     check_token_ids,
@@ -15,12 +16,14 @@ from ds_stochdpo.engine.settings import resolve_settings
 from ds_stochdpo.engine.step import PairScores
 
 __all__ = [
+    "FrozenReference",
     "Metrics",
     "PairScores",
     "Ranks",
     "StochDPOEngine",
     "add_reference",
     "check_token_ids",
+    "frozen_settings",
     "initialize",
     "load_model_config",
     "load_policy",

@@ -19,6 +19,7 @@ from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib
 from ds_stochdpo.engine.export import export_model
+from ds_stochdpo.engine.frozen import FrozenReference
 from ds_stochdpo.engine.settings import zero_stage
 from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_step, unpack_scores
 from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
@@ -40,6 +41,7 @@ class StochDPOEngine:
         module: The two-lane model.
         deepspeed: The DeepSpeed engine.
         epoch: Epoch whose draws are made when `train_step` gets none.
+        reference: Frozen reference model, if there is one beside the policy.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StochDPOEngine:
         self.ranks = ranks
         self.attention = attention
         self.epoch = 0
+        self.reference: FrozenReference | None = None
         self._is_initial_policy = True
         self._stage0_norm: float | None = None
         if zero_stage(ds_config) == 0:
@@ -121,7 +124,7 @@ class StochDPOEngine:
         sums = self._zero_sums()
         for indices in micro_batches:
             micro_draws = [draws[i] for i in indices]
-            layout = self._pack([pairs[i] for i in indices], micro_draws)
+            layout = self._with_reference(self._pack([pairs[i] for i in indices], micro_draws))
             live, frozen = self.deepspeed(layout)
             outcome = micro_step(layout, micro_draws, live, frozen, self.config, num_pairs_global=num_pairs_global)
             self.deepspeed.backward(outcome.surrogate * undo_average)
@@ -156,7 +159,8 @@ class StochDPOEngine:
         draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
         sums = self._zero_sums()
         num_pairs_global = 0
-        for indices, layout, live, frozen, num_pairs_global in self._forward_all(pairs, draws):
+        for indices, bare_layout, live, frozen, num_pairs_global in self._forward_all(pairs, draws, self.deepspeed):
+            layout = self._with_reference(bare_layout)
             outcome = micro_step(
                 layout, [draws[i] for i in indices], live, frozen, self.config, num_pairs_global=num_pairs_global
             )
@@ -167,22 +171,35 @@ class StochDPOEngine:
             raise ConfigError("evaluate got no pairs on any rank.")
         return {k: v for k, v in self._reduce(sums, 0, num_pairs_global).items() if k in PAIR_MEANS}
 
-    def score(self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None) -> list[PairScores]:
+    def score(
+        self,
+        pairs: Sequence[PreferencePair],
+        progress: Callable[[int], None] | None = None,
+        *,
+        of_reference: bool = False,
+    ) -> list[PairScores]:
         """Per-token log-probs of both responses under the current policy, with the prompt run once.
 
         Args:
             pairs: This rank's pairs.
             progress: Told the number of pairs finished after each micro-batch.
+            of_reference: Score with the frozen reference model instead.
 
         Returns:
             One record for each pair, in order.
+
+        Raises:
+            ConfigError: If there is no reference model to score with.
         """
+        if of_reference and self.reference is None:
+            raise ConfigError("there is no reference model beside the policy; pass ref_model to initialize.")
+        model = self.reference if of_reference else self.deepspeed
         draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
         scores = [
             PairScores(np.zeros(len(p.chosen_ids), np.float32), np.zeros(len(p.rejected_ids), np.float32))
             for p in pairs
         ]
-        for indices, layout, live, frozen, _ in self._forward_all(pairs, draws):
+        for indices, layout, live, frozen, _ in self._forward_all(pairs, draws, model):
             unpack_scores(layout, torch.cat([live, frozen]), [scores[i] for i in indices])
             if progress:
                 progress(len(indices))
@@ -227,6 +244,13 @@ class StochDPOEngine:
         )
         return layout.to(self.ranks.device)
 
+    def _with_reference(self, layout: LaneLayout) -> LaneLayout:
+        """Under `reference: online` the reference scores the rows that were drawn, and no others."""
+        if self.config.reference != "online":
+            return layout
+        assert self.reference is not None
+        return self.reference.attach(layout)
+
     def _train_limits(self) -> BatchLimits:
         assert self.config.per_device_train_batch_size is not None
         return BatchLimits(self.config.per_device_train_batch_size, self.config.max_tokens_per_micro_batch)
@@ -268,15 +292,15 @@ class StochDPOEngine:
         return micro_batches, sum(row[0] for row in rows)
 
     def _forward_all(
-        self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]
+        self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw], model: Any
     ) -> Iterator[tuple[list[int], LaneLayout, Tensor, Tensor, int]]:
-        """Run every pair without gradient, in lock-step micro-batches."""
+        """Run every pair through `model` without gradient, in lock-step micro-batches."""
         limits = BatchLimits(self.config.per_device_eval_batch_size, self.config.max_tokens_per_micro_batch)
         micro_batches, num_pairs_global = self._plan(pairs, draws, limits)
         with torch.no_grad(), self._evaluating():
             for indices in micro_batches:
                 layout = self._pack([pairs[i] for i in indices], [draws[i] for i in indices])
-                live, frozen = self.deepspeed(layout)
+                live, frozen = model(layout)
                 yield indices, layout, live, frozen, num_pairs_global
 
     @contextmanager
@@ -288,7 +312,7 @@ class StochDPOEngine:
             self.deepspeed.train()
 
     def _check_reference(self, pairs: Sequence[PreferencePair]) -> None:
-        if self.config.reference == "none":
+        if self.config.reference != "cached":
             return
         for pair in pairs:
             if pair.chosen_ref_logps is None or pair.rejected_ref_logps is None:

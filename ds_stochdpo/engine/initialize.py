@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.engine.distributed import Ranks, start_process_group
 from ds_stochdpo.engine.engine import StochDPOEngine
+from ds_stochdpo.engine.frozen import FrozenReference, frozen_settings
 from ds_stochdpo.engine.settings import fill_model_sizes, resolve_settings, zero_stage
 from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend
@@ -36,7 +37,9 @@ def initialize(
         model: Policy of a supported family; it is changed in place and trains without dropout.
         config: Settings; what they leave open is taken from the DeepSpeed JSON.
         deepspeed: DeepSpeed JSON as a dict or path; None takes `config.deepspeed`, else ZeRO stage 0.
-        ref_model: Not taken yet: the reference is the policy as it is before the first step.
+        ref_model: Frozen reference of any supported family, changed in place and sharded over ranks. Needed for
+            `reference: online`; with `cached` it is what `add_reference` scores. None: the reference is the policy as
+            it is before the first step.
         lr_scheduler: Makes a torch scheduler from the optimizer; None keeps the learning rate constant.
 
     Returns:
@@ -46,8 +49,10 @@ def initialize(
         ConfigError: If settings contradict each other or cannot run here.
         ModelError: If the model cannot be run in two lanes.
     """
-    if ref_model is not None:
-        raise ConfigError("ref_model is given; only the initial policy can be the reference: leave it out.")
+    if ref_model is not None and config.reference == "none":
+        raise ConfigError("ref_model is given, but reference is none; use cached or online, or leave the model out.")
+    if ref_model is None and config.reference == "online":
+        raise ConfigError("reference is online, which needs ref_model; pass one, or use reference: cached.")
     start_process_group()
     ranks = Ranks()
     source = config.deepspeed if deepspeed is None else deepspeed
@@ -57,14 +62,13 @@ def initialize(
     )
     if ranks.is_main:
         logger.info("attention backend: %s", backend_name)
-    two_lane = TwoLaneModel(
-        model,
-        backend,
-        ScoringOptions(config.score_chunk_rows, config.score_recompute),
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
+    scoring = ScoringOptions(config.score_chunk_rows, config.score_recompute)
+    two_lane = TwoLaneModel(model, backend, scoring, gradient_checkpointing=config.gradient_checkpointing)
     ds = fill_model_sizes(ds, model.config.hidden_size)
-    return StochDPOEngine(_wrap(two_lane, config, ds, lr_scheduler), two_lane, config, ds, ranks, backend_name)
+    engine = StochDPOEngine(_wrap(two_lane, config, ds, lr_scheduler), two_lane, config, ds, ranks, backend_name)
+    if ref_model is not None:
+        engine.reference = FrozenReference(TwoLaneModel(ref_model, backend, scoring), frozen_settings(ds))
+    return engine
 
 
 def _wrap(model: TwoLaneModel, config: StochDPOConfig, ds: dict[str, Any], lr_scheduler: Any) -> Any:

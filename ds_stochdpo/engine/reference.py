@@ -1,4 +1,4 @@
-"""Per-token log-probs of the reference: the initial policy, scored once and kept on disk. Entry: `add_reference`."""
+"""Per-token log-probs of the reference, scored once and kept on disk. Entry: `add_reference`."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def add_reference(
     cache_file: Path | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[PreferencePair]:
-    """Give each pair the log-probs of the initial policy. Collective.
+    """Give each pair the log-probs of the reference. Collective.
 
-    The work is spread over ranks by length; every node keeps a cache file of its own, so no shared disk is needed.
+    The reference is the engine's frozen model if it has one, else the policy as it is before the first step. The work
+    is spread over ranks by length; every node keeps a cache file of its own, so no shared disk is needed.
 
     Args:
         engine: Engine whose policy is still untrained, unless the cache is there.
@@ -75,7 +76,7 @@ def add_reference(
         if engine.ranks.is_main:
             logger.info("reference log-probs: read from %s", cache_file)
         return _attach(pairs, cached)
-    if not engine.is_initial_policy:
+    if engine.reference is None and not engine.is_initial_policy:
         raise ConfigError(
             "the reference log-probs are not in the cache, and the policy has already been trained: "
             "its scores are not the reference's. Restore reference_cache_dir, or start from the initial model."
@@ -92,7 +93,7 @@ def _compute(
 ) -> np.ndarray:
     costs = [len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs]
     share = assign_to_ranks(costs, engine.ranks.world_size)[engine.ranks.rank]
-    scores = engine.score([pairs[i] for i in share], progress)
+    scores = engine.score([pairs[i] for i in share], progress, of_reference=engine.reference is not None)
     own = {i: (s.chosen_logps, s.rejected_logps) for i, s in zip(share, scores, strict=True)}
     # Every rank: each needs the log-probs of pairs that others scored.
     merged = {i: both for part in engine.ranks.gather_objects(own) for i, both in part.items()}

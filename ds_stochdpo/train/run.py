@@ -21,6 +21,7 @@ from ds_stochdpo.engine import (
     StochDPOEngine,
     add_reference,
     check_token_ids,
+    frozen_settings,
     initialize,
     load_model_config,
     load_policy,
@@ -68,6 +69,9 @@ def run_training(config: StochDPOConfig) -> None:
         _announce(engine, schedule, train_set)
         pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
         test_pairs = _with_reference(engine, test_set, tokenizer, "held-out pairs") if test_set else []
+        if engine.reference is not None and engine.config.reference == "cached":
+            engine.reference.release()
+            engine.reference = None
         loop = TrainLoop(engine, schedule, record, pairs, test_pairs)
         loop.run()
         engine.export(output_dir, tokenizer)
@@ -91,26 +95,41 @@ def _build_engine(
     pairs: Sequence[PreferencePair],
     tokenizer: PreTrainedTokenizerBase,
 ) -> StochDPOEngine:
-    lm = load_policy(config.model_name_or_path, ds, bf16=bool(ds["bf16"]["enabled"]))
-    ids = (p.prompt_ids.max() for p in pairs), (max(p.chosen_ids.max(), p.rejected_ids.max()) for p in pairs)
-    check_token_ids(int(max(max(part) for part in ids)), lm, len(tokenizer))
+    bf16 = bool(ds["bf16"]["enabled"])
+    lm = load_policy(config.model_name_or_path, ds, bf16=bf16)
+    ref_lm = (
+        load_policy(ref_name, frozen_settings(ds), bf16=bf16) if (ref_name := _separate_reference(config)) else None
+    )
+    largest_id = max(int(ids.max()) for p in pairs for ids in (p.prompt_ids, p.chosen_ids, p.rejected_ids))
+    for model in (lm, ref_lm):
+        if model is not None:
+            check_token_ids(largest_id, model, len(tokenizer))
     scheduler = partial(
         get_scheduler,
         config.lr_scheduler_type,
         num_warmup_steps=schedule.warmup_steps,
         num_training_steps=schedule.total_steps,
     )
-    return initialize(model=lm, config=config, lr_scheduler=lambda optimizer: scheduler(optimizer))
+    return initialize(model=lm, config=config, ref_model=ref_lm, lr_scheduler=lambda optimizer: scheduler(optimizer))
+
+
+def _separate_reference(config: StochDPOConfig) -> str | None:
+    """Name of the model to load beside the policy, if the reference is not simply the policy before its first step."""
+    name = config.ref_model_name_or_path or config.model_name_or_path
+    if config.reference == "online" or (config.reference == "cached" and name != config.model_name_or_path):
+        return name
+    return None
 
 
 def _with_reference(
     engine: StochDPOEngine, pair_set: PairSet, tokenizer: PreTrainedTokenizerBase, what: str
 ) -> list[PreferencePair]:
     config, ranks = engine.config, engine.ranks
-    if config.reference == "none":
+    if config.reference != "cached":
         return pair_set.pairs
     # One rank reads the weight files; a 70B model would else be read once a rank.
-    weights = ranks.from_main(weights_digest(config.model_name_or_path) if ranks.is_main else None)
+    name = config.ref_model_name_or_path or config.model_name_or_path
+    weights = ranks.from_main(weights_digest(name) if ranks.is_main else None)
     key = reference_key(
         weights=weights,
         tokenizer=_tokenizer_digest(tokenizer),
@@ -186,6 +205,9 @@ def _announce_end(loop: TrainLoop, output_dir: Path) -> None:
         rows = {"accuracy": "rewards/accuracies", "reward margin": "rewards/margins", "loss": "loss"}
         for title, name in rows.items():
             logger.info("  %-30s %10.4f %10.4f", title, before[f"eval_{name}"], after[f"eval_{name}"])
-        if loop.config.reference == "cached":
+        if loop.config.reference != "none" and _separate_reference(loop.config) in (
+            None,
+            loop.config.model_name_or_path,
+        ):
             logger.info("  before: policy and reference are the same, every margin is 0 and no pair counts as won")
     logger.info("model, metrics.jsonl and report.html are in %s", output_dir)
