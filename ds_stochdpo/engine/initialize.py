@@ -57,8 +57,9 @@ def initialize(
     ranks = Ranks()
     source = config.deepspeed if deepspeed is None else deepspeed
     config, ds = resolve_settings(config, source, world_size=ranks.world_size)
+    is_half = config.bf16 or ds.get("torch_autocast", {}).get("enabled")
     backend_name, backend = choose_backend(
-        config.attn_implementation, ranks.device, torch.bfloat16 if config.bf16 else torch.float32
+        config.attn_implementation, ranks.device, torch.bfloat16 if is_half else torch.float32
     )
     if ranks.is_main:
         logger.info("attention backend: %s", backend_name)
