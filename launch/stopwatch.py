@@ -26,7 +26,7 @@ from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data import PreferencePair, load_pairs
 from ds_stochdpo.engine import load_tokenizer
 from ds_stochdpo.engine.step import micro_step
-from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend
+from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend, family_of
 from ds_stochdpo.packing import pack_lanes
 from ds_stochdpo.pruning import draw_pairs, full_draw
 from ds_stochdpo.train import parse_settings
@@ -67,11 +67,12 @@ def make_step(
 ) -> Callable[[int], None]:
     """One forward and backward of the variant; takes the round, which decides the draws."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    lm = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=dtype, attn_implementation="sdpa")
+    lm = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=dtype)
     lm = lm.to(device).eval()
     if variant == "stock":
         return lambda turn: stock_loss(lm, pairs, config.beta, device).backward()
-    _, backend = choose_backend(config.attn_implementation, device, dtype)
+    caps_attention = family_of(lm).caps_attention(lm.config)
+    _, backend = choose_backend(config.attn_implementation, device, dtype, caps_attention=caps_attention)
     model = TwoLaneModel(lm, backend, ScoringOptions(config.score_chunk_rows, config.score_recompute))
 
     def step(turn: int) -> None:

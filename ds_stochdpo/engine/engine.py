@@ -20,6 +20,7 @@ from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib
 from ds_stochdpo.engine.export import export_model
 from ds_stochdpo.engine.frozen import FrozenReference
+from ds_stochdpo.engine.norm import GradientNorm
 from ds_stochdpo.engine.settings import zero_stage
 from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_step, unpack_scores
 from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
@@ -62,9 +63,7 @@ class StochDPOEngine:
         self.epoch = 0
         self.reference: FrozenReference | None = None
         self._is_initial_policy = True
-        self._stage0_norm: float | None = None
-        if zero_stage(ds_config) == 0:
-            self.deepspeed.optimizer.register_step_pre_hook(self._clip_at_stage0)
+        self._norm = GradientNorm(ds_engine, stage=zero_stage(ds_config), max_norm=config.max_grad_norm)
 
     @property
     def shape(self) -> ModelShape:
@@ -135,7 +134,7 @@ class StochDPOEngine:
         metrics["learning_rate"] = self.learning_rate
         self._is_initial_policy = False
         self.deepspeed.step()
-        metrics["grad_norm"] = self._grad_norm()
+        metrics["grad_norm"] = self._norm.last()
         worst = torch.tensor([time.perf_counter() - started, peak_memory_gib()], dtype=torch.float64)
         worst = self.ranks.max(worst.to(self.ranks.device))
         metrics["time/step_s"], metrics["memory/peak_gib"] = worst.tolist()
@@ -236,6 +235,7 @@ class StochDPOEngine:
         self._is_initial_policy = False
 
     def _pack(self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]) -> LaneLayout:
+        self.module.check_lengths(pairs)
         layout = pack_lanes(
             pairs,
             draws,
@@ -338,13 +338,3 @@ class StochDPOEngine:
             f"logps/rejected {metrics['logps/rejected']}); pairs of this rank: {[p.pair_id for p in pairs]}. "
             "Lower the learning rate, or look at these pairs."
         )
-
-    def _clip_at_stage0(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """DeepSpeed's fp32 stage 0 reports no gradient norm, so it is taken, and clipped, right before the step."""
-        limit = self.config.max_grad_norm or math.inf
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._stage0_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-
-    def _grad_norm(self) -> float:
-        norm = self._stage0_norm if self._stage0_norm is not None else self.deepspeed.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)

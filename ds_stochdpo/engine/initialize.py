@@ -18,7 +18,7 @@ from ds_stochdpo.engine.engine import StochDPOEngine
 from ds_stochdpo.engine.frozen import FrozenReference, frozen_settings
 from ds_stochdpo.engine.settings import fill_model_sizes, resolve_settings, zero_stage
 from ds_stochdpo.errors import ConfigError
-from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend
+from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend, family_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,10 @@ def initialize(
     config, ds = resolve_settings(config, source, world_size=ranks.world_size)
     is_half = config.bf16 or ds.get("torch_autocast", {}).get("enabled")
     backend_name, backend = choose_backend(
-        config.attn_implementation, ranks.device, torch.bfloat16 if is_half else torch.float32
+        config.attn_implementation,
+        ranks.device,
+        torch.bfloat16 if is_half else torch.float32,
+        caps_attention=any(family_of(lm).caps_attention(lm.config) for lm in (model, ref_model) if lm is not None),
     )
     if ranks.is_main:
         logger.info("attention backend: %s", backend_name)

@@ -15,6 +15,7 @@ from transformers.utils.hub import cached_file
 
 from ds_stochdpo.engine.settings import fill_model_sizes, zero_stage
 from ds_stochdpo.errors import ConfigError, ModelError
+from ds_stochdpo.model import family_of_config
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,17 @@ def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> P
         The causal LM in evaluation mode.
 
     Raises:
-        ModelError: If weights are missing, so that new random ones would be trained without a word.
+        ModelError: If the family is not supported, or if weights are missing, so that new random ones would be trained
+            without a word.
     """
-    hidden_size = load_model_config(model_name_or_path).hidden_size
+    model_config = load_model_config(model_name_or_path)
+    family_of_config(model_config, model_name_or_path)
+    hidden_size = model_config.hidden_size
     # transformers partitions while it loads, for as long as this object lives.
     partitioning = HfDeepSpeedConfig(fill_model_sizes(ds, hidden_size)) if zero_stage(ds) == 3 else None
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model_name_or_path,
         dtype=torch.bfloat16 if bf16 else torch.float32,
-        attn_implementation="sdpa",
         output_loading_info=True,
     )
     lm, report = loaded

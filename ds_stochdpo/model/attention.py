@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_stochdpo.errors import ConfigError, ModelError
+from ds_stochdpo.model.tiles import causal_tiles, softcap_attention
 from ds_stochdpo.packing.segments import AttentionSegments
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ ATTENTION_NAME = "ds_stochdpo_lanes"
 MASK_ELEMENTS = 2**22
 """Largest mask tile of the sdpa backend, in elements: 4 MiB as bool, 16 MiB as the float mask SDPA makes of it."""
 
-Backend = Callable[[Tensor, Tensor, Tensor, AttentionSegments, float, int | None], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, AttentionSegments, float, int | None, float | None], Tensor]
+"""Takes query, key, value, segments, softmax scale, sliding window and soft cap; see `sdpa_backend`."""
 
 
 @dataclass
@@ -60,6 +62,7 @@ def lane_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     lane: LaneCall | None = None,
     **refused: Any,
 ) -> tuple[Tensor, None]:
@@ -74,8 +77,9 @@ def lane_attention(
         scaling: Softmax scale; None: d ** -0.5.
         dropout: Ignored; the project trains without dropout.
         sliding_window: Keys each query sees, itself included; None: all before it.
+        softcap: c in c * tanh(score / c), before the softmax; None: no cap.
         lane: Boundaries, backend and captured prompt of this call.
-        **refused: Score changes that would alter the result (soft cap, sinks, position bias) are refused when set.
+        **refused: Score changes that would alter the result (sinks, position bias) are refused when set.
 
     Returns:
         Output [1, T, H, d] and None for the attention weights.
@@ -87,7 +91,7 @@ def lane_attention(
         raise ModelError(
             "this model is in its two-lane training form; to generate or score with it, export it and load the export."
         )
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in ("s_aux", "position_bias", "head_mask"):
         if refused.get(name) is not None:
             raise ModelError(f"attention asks for {name}, which the two-lane attention does not compute.")
     if attention_mask is not None:
@@ -102,16 +106,24 @@ def lane_attention(
         key = key.index_select(2, lane.segments.k_index)
         value = value.index_select(2, lane.segments.k_index)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return lane.backend(query, key, value, lane.segments, scale, sliding_window), None
+    return lane.backend(query, key, value, lane.segments, scale, sliding_window, softcap), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lane_attention)
 
 
 def sdpa_backend(
-    query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: AttentionSegments,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Each segment through `scaled_dot_product_attention`; any device and dtype.
+    """Each segment through `scaled_dot_product_attention`, or an explicit softmax for capped scores.
+
+    Any device and dtype.
 
     Args:
         query: [1, H, sum(q_lens), d].
@@ -120,6 +132,7 @@ def sdpa_backend(
         segments: Boundaries.
         scale: Softmax scale.
         window: Sliding window in keys, or None.
+        softcap: Cap on the scores, or None.
 
     Returns:
         [1, sum(q_lens), H, d].
@@ -130,7 +143,11 @@ def sdpa_backend(
         value.split(segments.k_lens, dim=2),
         strict=True,
     )
-    return torch.cat([_segment_sdpa(q, k, v, scale, window) for q, k, v in parts], dim=2).transpose(1, 2)
+    if softcap is None:
+        outputs = [_segment_sdpa(q, k, v, scale, window) for q, k, v in parts]
+    else:
+        outputs = [softcap_attention(q, k, v, scale, window, softcap) for q, k, v in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _segment_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -140,26 +157,12 @@ def _segment_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, windo
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
     # is_causal aligns at the first key, so unequal lengths need a mask; tiles of queries keep it small.
     tile = max(1, MASK_ELEMENTS // num_k)
-    outputs = []
-    for start in range(0, num_q, tile):
-        stop = min(start + tile, num_q)
-        first_key = 0 if window is None else max(0, num_k - num_q + start - window + 1)
-        last_key = num_k - num_q + stop
-        query_pos = torch.arange(num_k - num_q + start, last_key, device=query.device)[:, None]
-        key_pos = torch.arange(first_key, last_key, device=query.device)[None, :]
-        mask = key_pos <= query_pos
-        if window is not None:
-            mask &= key_pos > query_pos - window
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, start:stop],
-                key[:, :, first_key:last_key],
-                value[:, :, first_key:last_key],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=gqa,
-            )
+    outputs = [
+        F.scaled_dot_product_attention(
+            query[:, :, queries], key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scale, enable_gqa=gqa
         )
+        for queries, keys, mask in causal_tiles(num_q, num_k, window, tile, query.device)
+    ]
     return torch.cat(outputs, dim=2)
 
 
@@ -168,14 +171,21 @@ def flash_backend(varlen_func: Callable[..., Tensor]) -> Backend:
 
     Args:
         varlen_func: Takes q [T, H, d], k and v [T_k, H_kv, d], int32 `cu_seqlens_q` and `cu_seqlens_k`, Python ints
-            `max_seqlen_q` and `max_seqlen_k`, `softmax_scale`, `causal` and `window_size` (left, right).
+            `max_seqlen_q` and `max_seqlen_k`, `softmax_scale`, `causal`, `window_size` (left, right) and `softcap`
+            (0: none).
 
     Returns:
         The backend; causal masks align at the last key, as flash-attn documents since 2.1.
     """
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments, scale: float, window: int | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: AttentionSegments,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
         output = varlen_func(
             query[0].transpose(0, 1),
@@ -189,6 +199,7 @@ def flash_backend(varlen_func: Callable[..., Tensor]) -> Backend:
             softmax_scale=scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=0.0 if softcap is None else softcap,
         )
         return output[None]
 
@@ -203,12 +214,20 @@ def torch_varlen_backend(varlen_attn: Callable[..., Any]) -> Backend:
             and `enable_gqa`; causal is window_size (-1, 0).
 
     Returns:
-        The backend.
+        The backend; it refuses a soft cap, which `varlen_attn` of torch 2.13 lacks.
     """
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, segments: AttentionSegments, scale: float, window: int | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: AttentionSegments,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
+        if softcap is not None:
+            raise ModelError(f"torch's varlen attention has no soft cap, and this model caps its scores at {softcap}.")
         output = varlen_attn(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
@@ -226,24 +245,28 @@ def torch_varlen_backend(varlen_attn: Callable[..., Any]) -> Backend:
     return attend
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Backend]:
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, *, caps_attention: bool = False
+) -> tuple[str, Backend]:
     """Decide once, at start, which kernel runs; the caller prints the name.
 
     Args:
         name: auto, flash_attn, torch or sdpa.
         device: Where the model runs.
         dtype: Dtype of its activations.
+        caps_attention: The model's attention scores pass a soft cap.
 
     Returns:
         Name and backend.
 
     Raises:
-        ConfigError: If a named backend cannot run here.
+        ConfigError: If a named backend cannot run here, or not this model.
     """
     half_on_cuda = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if name == "auto":
-        name = "sdpa" if not half_on_cuda else "flash_attn" if has_flash else "torch"
+        without_flash = "sdpa" if caps_attention else "torch"
+        name = "sdpa" if not half_on_cuda else "flash_attn" if has_flash else without_flash
     if name == "sdpa":
         return name, sdpa_backend
     if not half_on_cuda:
@@ -252,6 +275,11 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple
             f"here is {device.type} with {dtype}: use auto or sdpa, or set bf16: true on a GPU."
         )
     if name == "torch":
+        if caps_attention:
+            raise ConfigError(
+                "attn_implementation is torch, whose varlen attention has no soft cap, and this model caps its "
+                "attention scores; use flash_attn, sdpa or auto."
+            )
         from torch.nn.attention.varlen import varlen_attn
 
         return name, torch_varlen_backend(varlen_attn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.errors import ModelError
 from ds_stochdpo.model.attention import ATTENTION_NAME, Backend, LaneCall
-from ds_stochdpo.model.families import Family, family_of
+from ds_stochdpo.model.families import Family, family_of, rotary_limit
 from ds_stochdpo.model.scoring import ScoringHead, ScoringOptions
 from ds_stochdpo.packing.lanes import LaneLayout
 
@@ -32,7 +33,7 @@ class LaneState:
         checkpoints_live: Recompute the layers of the live lane in the backward pass.
         layout: The micro-batch; set only during a forward.
         frozen_hidden: Hidden states of the frozen lane [1, T, D].
-        frozen_rotary: Rotary embedding of the frozen lane's positions.
+        frozen_rotary: Rotary embedding of the frozen lane's positions, keyed by layer type (None: all layers).
         frozen_rows_KD: Normed hidden states to score without gradient.
     """
 
@@ -46,7 +47,7 @@ class LaneState:
         """Forget the micro-batch and every tensor of it."""
         self._layout = None
         self.frozen_hidden: Tensor | None = None
-        self.frozen_rotary: Any = None
+        self.frozen_rotary: dict[str | None, Any] = {}
         self.frozen_rows_KD: Tensor | None = None
 
     @property
@@ -71,13 +72,19 @@ class TwoLaneEmbedding:
 
     lane_state: LaneState
     reads_positions: bool
+    frozen_scale: float
 
     def forward(self, live: Tensor) -> Tensor:
-        """Embed the live lane's ids or positions, and the frozen lane's beside it."""
+        """Embed the live lane's ids or positions, and the frozen lane's beside it.
+
+        `frozen_scale` is what the model's own forward does to the live lane's embedding after this call.
+        """
         state = self.lane_state
         lane = state.layout.frozen
         with torch.no_grad():
             frozen = super().forward((lane.positions_T if self.reads_positions else lane.ids_T)[None])  # type: ignore[misc]
+            if self.frozen_scale != 1.0:
+                frozen = frozen * self.frozen_scale
         state.frozen_hidden = frozen if state.frozen_hidden is None else state.frozen_hidden + frozen
         return super().forward(live)  # type: ignore[misc]
 
@@ -87,11 +94,15 @@ class TwoLaneRotary:
 
     lane_state: LaneState
 
-    def forward(self, x: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Rotary embedding of the live lane; the frozen lane's is kept in the state."""
         state = self.lane_state
-        state.frozen_rotary = super().forward(x, state.layout.frozen.positions_T[None], **kwargs)  # type: ignore[misc]
-        return super().forward(x, position_ids, **kwargs)  # type: ignore[misc]
+        own = {} if layer_type is None else {"layer_type": layer_type}
+        positions_T = state.layout.frozen.positions_T
+        # Length-dependent frequencies take a maximum, which an empty lane has not.
+        if len(positions_T):
+            state.frozen_rotary[layer_type] = super().forward(x, positions_T[None], **own)  # type: ignore[misc]
+        return super().forward(x, position_ids, **own)  # type: ignore[misc]
 
 
 class TwoLaneLayer:
@@ -101,6 +112,7 @@ class TwoLaneLayer:
     """
 
     lane_state: LaneState
+    rotary_type: str | None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the live lane, then the frozen lane against the prompt keys the live lane left."""
@@ -130,7 +142,8 @@ class TwoLaneLayer:
         if not len(lane.ids_T):
             return
         call = LaneCall(lane.segments, state.backend, None, live_call.prompt_keys, live_call.prompt_values)
-        own = {"position_ids": lane.positions_T[None], "position_embeddings": state.frozen_rotary}
+        rotary = state.frozen_rotary.get(self.rotary_type)
+        own = {"position_ids": lane.positions_T[None], "position_embeddings": rotary}
         with torch.no_grad():
             frozen_kwargs = {**kwargs, **{k: v for k, v in own.items() if k in kwargs}}
             state.frozen_hidden = layer(state.frozen_hidden, *args, lane=call, **frozen_kwargs)
@@ -193,6 +206,31 @@ class TwoLaneModel(nn.Module):
         self.layer_class = _convert(lm, self.family, self.lane_state, scoring or ScoringOptions())
         self.lm = lm
 
+    def check_lengths(self, pairs: Sequence[PreferencePair]) -> None:
+        """Refuse pairs that the model by itself would give other rotary frequencies than the packed lanes do.
+
+        Whole responses count, though a draw may run less of them: the model's own forward sees them whole.
+
+        Args:
+            pairs: Pairs about to be packed.
+
+        Raises:
+            ModelError: If a pair is longer than the rotary embedding's original context and its frequencies depend on
+                the length beyond it.
+        """
+        limit = rotary_limit(self.lm.config)
+        if limit is None:
+            return
+        num_tokens, kind = limit
+        for pair in pairs:
+            longest = len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
+            if longest > num_tokens:
+                raise ModelError(
+                    f"pair {pair.pair_id} has {longest} tokens; beyond {num_tokens} rope_type {kind} picks its "
+                    f"frequencies by the longest row, so packing would change scores: set max_length to {num_tokens} "
+                    "or less."
+                )
+
     def forward(self, layout: LaneLayout) -> tuple[Tensor, Tensor]:
         """Score the sampled tokens of both lanes.
 
@@ -225,17 +263,29 @@ def _convert(lm: PreTrainedModel, family: Family, state: LaneState, scoring: Sco
         if isinstance(module, nn.Dropout):
             # Policy and reference must be comparable; the config keeps the model's own rate for the export.
             module.p = 0.0
+        elif isinstance(getattr(module, "jitter_noise", None), float):
+            # Mixtral's router draws noise in training mode.
+            module.jitter_noise = 0.0  # type: ignore[assignment]
     for path, reads_positions in family.embeddings:
         embedding = _swap(base.get_submodule(path), TwoLaneEmbedding, state)
         embedding.reads_positions = reads_positions
+        embedding.frozen_scale = family.embedding_scale(lm.config)
     if family.rotary:
         _swap(base.get_submodule(family.rotary), TwoLaneRotary, state)
     layers = [_swap(layer, TwoLaneLayer, state) for layer in base.get_submodule(family.layers).children()]
+    for layer, layer_type in zip(layers, _layer_types(lm, family), strict=True):
+        layer.rotary_type = layer_type
     _swap(base.get_submodule(family.norm), TwoLaneNorm, state).keeps_rows = family.norm_keeps_rows
     head = lm.get_output_embeddings()
     head.__class__ = ScoringHead
     head.scoring = family.scoring(lm.config, scoring)
     return type(layers[0])
+
+
+def _layer_types(lm: PreTrainedModel, family: Family) -> list[str | None]:
+    """Which rotary embedding each layer takes; None where all take the same."""
+    num_layers = lm.config.num_hidden_layers
+    return list(lm.config.layer_types[:num_layers]) if family.rotary_by_layer_type else [None] * num_layers
 
 
 def _swap(module: nn.Module, mixin: type, state: LaneState) -> Any:

@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     BloomConfig,
     BloomForCausalLM,
     GPT2LMHeadModel,
@@ -16,7 +18,7 @@ from transformers import (
 )
 
 from ds_stochdpo.errors import ModelError
-from ds_stochdpo.model import FAMILIES, TwoLaneModel, family_of, two_lane
+from ds_stochdpo.model import FAMILIES, TwoLaneModel, families, family_of, family_of_config, two_lane
 from ds_stochdpo.model.attention import ATTENTION_NAME, LaneCall, sdpa_backend
 from ds_stochdpo.packing import pack_lanes
 from tests.model.gpt2_float64 import POLICY, Run, full_draws, gap, keep, scored_pairs, tiny_gpt2
@@ -33,21 +35,65 @@ def tiny_llama(**config):
 
 
 UNSUPPORTED = {
-    "bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2)),
-    "gpt_neo": lambda: GPTNeoForCausalLM(
-        GPTNeoConfig(vocab_size=31, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
+    "bloom": (
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2)),
+        r": it adds a position bias",
+    ),
+    "gpt_neo": (
+        lambda: GPTNeoForCausalLM(
+            GPTNeoConfig(vocab_size=31, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
+        ),
+        "",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_an_unsupported_model_is_refused_with_the_list_of_supported_ones(kind):
-    lm = UNSUPPORTED[kind]()
-    want = rf"model_type {kind} \({type(lm).__name__}\).*supported: {', '.join(sorted(FAMILIES))}\."
-    with pytest.raises(ModelError, match=want):
+def test_an_unsupported_model_is_refused_with_the_reason_and_the_list_of_supported_ones(kind):
+    make, reason = UNSUPPORTED[kind]
+    lm = make()
+    name = type(lm).__name__
+    want = rf"model_type {kind} \({name}\) cannot be run in two lanes{reason}.*; supported: "
+    with pytest.raises(ModelError, match=want + rf"{', '.join(sorted(FAMILIES))}\."):
         TwoLaneModel(lm, sdpa_backend)
     # A refused model is left as it was.
     assert lm(input_ids=IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("qwen3_next", "recurrent layers"),
+        ("jamba", "recurrent layers"),
+        ("falcon_h1", "recurrent layers"),
+        ("mamba2", "recurrent layers"),
+        ("granitemoehybrid", "recurrent layers"),
+        ("gpt_oss", "attention sinks"),
+        ("mpt", "position bias"),
+        ("gemma3", "reads images"),
+        ("llama4_text", "chunked attention"),
+    ],
+)
+def test_a_config_alone_is_refused_with_the_reason(kind, reason):
+    with pytest.raises(ModelError, match=rf"model_type {kind} \(here\) cannot be run in two lanes: .*{reason}.*llama"):
+        family_of_config(AutoConfig.for_model(kind), "here")
+
+
+def test_every_family_refused_by_name_exists_and_is_not_supported():
+    assert families._REFUSED.keys() <= set(CONFIG_MAPPING)
+    assert not families._REFUSED.keys() & FAMILIES.keys()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_router_loss_in_the_objective_is_refused(kind):
+    with pytest.raises(ModelError, match=r"output_router_logits.*pruning would bias it.*false"):
+        TwoLaneModel(tiny(kind, output_router_logits=True), sdpa_backend)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_bidirectional_attention_is_refused(kind):
+    with pytest.raises(ModelError, match=r"use_bidirectional_attention.*causal"):
+        family_of_config(AutoConfig.for_model(kind, use_bidirectional_attention=True))
 
 
 def test_a_head_with_a_bias_is_refused():
@@ -67,21 +113,40 @@ def test_a_head_of_another_class_is_refused():
         family_of(lm)
 
 
+def scaled_rope(rope_type, num_tokens):
+    """Rotary settings whose frequencies change beyond `num_tokens`, and the model's context."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    if rope_type == "dynamic":
+        return num_tokens, rope
+    factors = {"short_factor": [1.5, 1.0, 1.2, 1.0], "long_factor": [4.0, 3.0, 2.0, 5.0]}
+    return 2 * num_tokens, {**rope, **factors, "original_max_position_embeddings": num_tokens}
+
+
+@pytest.mark.parametrize("by_layer_type", [False, True], ids=["llama", "gemma3_text"])
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_rotary_embeddings_that_depend_on_the_longest_row_are_refused(rope_type):
-    more = {"short_factor": [1.0] * 4, "long_factor": [1.0] * 4} if rope_type == "longrope" else {}
-    lm = tiny_llama(
-        max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": rope_type,
-            "rope_theta": 1e4,
-            "factor": 2.0,
-            "original_max_position_embeddings": 32,
-            **more,
-        },
-    )
-    with pytest.raises(ModelError, match=rf"rope_type {rope_type}.*packing would change scores"):
-        TwoLaneModel(lm, sdpa_backend)
+def test_rotary_embeddings_that_depend_on_the_longest_row_run_up_to_their_original_context(rope_type, by_layer_type):
+    pairs = random_pairs([(4, 5, 3), (2, 1, 6)], VOCAB)
+    context, rope = scaled_rope(rope_type, num_tokens=9)
+    if by_layer_type:
+        plain_rope = {"rope_type": "default", "rope_theta": 1e3}
+        lm = tiny("gemma3_text", max_position_embeddings=context, head_dim=8,
+                  rope_parameters={"full_attention": rope, "sliding_attention": plain_rope}).float()  # fmt: skip
+    else:
+        lm = tiny_llama(max_position_embeddings=context, rope_parameters=rope, initializer_range=0.3)
+    want = [branch_logps(lm, p.prompt_ids, ids) for p in pairs for ids in (p.chosen_ids, p.rejected_ids)]
+    model = TwoLaneModel(copy.deepcopy(lm), sdpa_backend)
+    model.check_lengths(pairs)
+    live, _ = model(pack_lanes(pairs, full_draws(pairs)))
+    torch.testing.assert_close(live, torch.cat(want), rtol=0, atol=2e-6)
+    # The first token of a dropped response is scored from its prompt, and comes first.
+    frozen = model(pack_lanes(pairs[:1], [keep(d, "rejected", 0.5) for d in full_draws(pairs[:1])]))[1]
+    torch.testing.assert_close(frozen, want[0], rtol=0, atol=2e-6)
+    longer = random_pairs([(4, 5, 3), (4, 2, 9)], VOCAB)
+    with pytest.raises(ModelError, match=rf"pair 1 has 13 tokens; beyond 9 rope_type {rope_type}.*max_length to 9"):
+        model.check_lengths(longer)
+    # What is refused would indeed differ: the short branch of the long pair's row gets other frequencies.
+    own = branch_logps(copy.deepcopy(lm), longer[0].prompt_ids, longer[0].chosen_ids)
+    assert (model(pack_lanes(longer, full_draws(longer)))[0][:5] - own).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
@@ -219,7 +284,7 @@ def count_calls(model, layout):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("kept", [*KEPT, "dummy"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "qwen3_moe"])
 def test_every_module_with_parameters_runs_once_a_step_whatever_was_drawn(kind, kept, checkpointing):
     """Under ZeRO-3 each call gathers parameters, and ranks that call differently hang."""
     model = TwoLaneModel(tiny(kind), sdpa_backend, gradient_checkpointing=checkpointing)
@@ -227,7 +292,7 @@ def test_every_module_with_parameters_runs_once_a_step_whatever_was_drawn(kind, 
     layout = pack_lanes([], []) if kept == "dummy" else pack_lanes(pairs, draws_for(pairs, KEPT[kept], whole=False))
     assert set(count_calls(model, layout)) == {1}
     # Layers, embeddings, final norm and head.
-    assert len(count_calls(model, layout)) == 3 + {"llama": 3, "gpt2": 4}[kind]
+    assert len(count_calls(model, layout)) == 3 + (4 if kind == "gpt2" else 3)
 
 
 def test_transformers_own_checkpointing_is_switched_off():

@@ -16,24 +16,44 @@ from tests.oracle import branch_logps, random_pairs, relative_error
 VOCAB = 61
 GQA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
            max_position_embeddings=128, vocab_size=VOCAB)  # fmt: skip
+# The pad token of these families lies outside the tiny vocabulary.
+NO_PAD = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
+# Caps low enough, and multipliers far enough from 1, to move every score.
+MULTIPLIERS = dict(embedding_multiplier=3.0, residual_multiplier=0.6, attention_multiplier=0.5, logits_scaling=0.4)
 CONFIGS = {
     "llama": GQA,
     "mistral": {**GQA, "sliding_window": 6},
     "qwen2": {**GQA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "qwen3": {**GQA, "head_dim": 16},
+    "phi3": {**GQA, **NO_PAD, "sliding_window": 6, "partial_rotary_factor": 0.5, "resid_pdrop": 0.1},
+    "olmo2": {**GQA, **NO_PAD},
+    "smollm3": {**GQA, **NO_PAD, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5},
+    "gemma2": {**GQA, **ALTERNATING, "head_dim": 16, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 3.0},
+    "gemma3_text": {**GQA, **ALTERNATING, "head_dim": 16, "query_pre_attn_scalar": 4, "final_logit_softcapping": 3.0},
+    "granite": {**GQA, **NO_PAD, **MULTIPLIERS},
+    "qwen3_moe": {**GQA, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                  "mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5},
+    "mixtral": {**GQA, **NO_PAD, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6,
+                "router_jitter_noise": 0.1},
     "gpt2": dict(n_embd=32, n_layer=3, n_head=4, n_positions=128, vocab_size=VOCAB, resid_pdrop=0.1),
-}
+}  # fmt: skip
 # Root-mean-square norms pass through fp32 inside transformers, so only GPT-2 is exact to float64.
 TOLERANCE = {"gpt2": 1e-12}
 FP32_NORM = 2e-6
 LENGTHS = [(5, 7, 4), (3, 1, 9), (9, 6, 6), (1, 2, 1)]
 
 
-def tiny(kind, tie=False, seed=0):
+def tiny(kind, tie=False, seed=0, dtype=torch.float64, **changes):
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **CONFIGS[kind], tie_word_embeddings=tie)
-    config._attn_implementation = "sdpa"
-    lm = AutoModelForCausalLM.from_config(config).double().eval()
+    config = AutoConfig.for_model(kind, **{**CONFIGS[kind], **changes}, tie_word_embeddings=tie)
+    # Gemma2 has no sdpa form in transformers.
+    config._attn_implementation = "eager" if kind == "gemma2" else "sdpa"
+    if dtype == torch.float64:
+        # grouped_mm, the default, knows no float64.
+        config._experts_implementation = "eager"
+    lm = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     for p in lm.parameters():
         # Biases and norms start at constants; random ones catch a module that is skipped.
         p.data += 0.1 * torch.randn_like(p)
@@ -99,7 +119,7 @@ KEPT = {
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_scores_and_gradients_equal_each_branch_alone(kind, kept, share_prompt, shared):
-    lm = tiny(kind, tie=kind in ("llama", "gpt2"))
+    lm = tiny(kind, tie=shared == 0)
     pairs = random_pairs(LENGTHS, VOCAB, shared=shared)
     draws = draws_for(pairs, KEPT[kept], whole=kept == "mixed", seed=shared)
     want_sums, want_grads = oracle(copy.deepcopy(lm), pairs, draws, COEFFICIENTS, shares_start=True)
@@ -123,6 +143,56 @@ def test_checkpointing_and_kept_chunks_change_nothing(kind):
     other = run(TwoLaneModel(tiny(kind), sdpa_backend, options, gradient_checkpointing=True), layout, COEFFICIENTS)
     assert other[0] == pytest.approx(plain[0], abs=1e-12)
     assert relative_error(other[1], plain[1]) < 1e-12
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["together", "alone"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_fp32_with_the_implementations_transformers_chooses(kind, packed, record_property):
+    """In training mode, as the engine runs it: no dropout, no router noise, experts by grouped_mm."""
+    lm = tiny(kind, dtype=torch.float32)
+    pairs = random_pairs(LENGTHS, VOCAB, shared=1)
+    draws = draws_for(pairs, KEPT["single"], whole=False, seed=4)
+    want_sums, want_grads = oracle(copy.deepcopy(lm), pairs, draws, COEFFICIENTS, shares_start=True)
+    model = TwoLaneModel(lm.train(), sdpa_backend)
+    groups = [range(len(pairs))] if packed else [[i] for i in range(len(pairs))]
+    sums, grads = [], {n: torch.zeros_like(g) for n, g in want_grads.items()}
+    for group in groups:
+        layout = pack_lanes([pairs[i] for i in group], [draws[i] for i in group])
+        own_sums, own_grads = run(model, layout, [COEFFICIENTS[i] for i in group])
+        sums += own_sums
+        grads = {n: g + own_grads[n] for n, g in grads.items()}
+    errors = {"scores": max(abs(a / b - 1) for a, b in zip(sums, want_sums, strict=True) if b),
+              "gradients": relative_error(grads, want_grads)}  # fmt: skip
+    record_property("errors", errors)
+    print(kind, errors)
+    assert max(errors.values()) < 1e-5
+
+
+# What each family adds to Llama, switched off: the cases above prove nothing about a setting that changes no score.
+NEUTRAL = {
+    "mistral": [{"sliding_window": None}],
+    "qwen2": [{"use_sliding_window": False}],
+    "phi3": [{"sliding_window": None}, {"partial_rotary_factor": 1.0}],
+    "smollm3": [{"no_rope_layers": [1, 1, 1], "use_sliding_window": False}, {"use_sliding_window": False}],
+    "gemma2": [{"sliding_window": None}, {"attn_logit_softcapping": None}, {"final_logit_softcapping": None}],
+    "gemma3_text": [{"sliding_window": 128}, {"final_logit_softcapping": None},
+                    {"rope_parameters": {t: {"rope_type": "default", "rope_theta": 1e4}
+                                         for t in ("sliding_attention", "full_attention")}}],
+    "granite": [{name: 1.0} for name in MULTIPLIERS],
+    "qwen3_moe": [{"use_sliding_window": False}, {"num_experts_per_tok": 1}, {"norm_topk_prob": False}],
+    "mixtral": [{"sliding_window": None}, {"num_experts_per_tok": 1}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "neutral"), [(k, n) for k, ns in NEUTRAL.items() for n in ns], ids=str)
+def test_each_setting_of_a_family_moves_the_scores(kind, neutral):
+    pairs = random_pairs(LENGTHS, VOCAB, shared=1)
+    layout = pack_lanes(pairs, draws_for(pairs, KEPT["mixed"], whole=True))
+    with torch.no_grad():
+        live, frozen = TwoLaneModel(tiny(kind), sdpa_backend)(layout)
+        other_live, other_frozen = TwoLaneModel(tiny(kind, **neutral), sdpa_backend)(layout)
+    assert (live - other_live).abs().max() > 1e-3
+    assert (frozen - other_frozen).abs().max() > 1e-3
 
 
 def test_every_supported_family_is_tested():

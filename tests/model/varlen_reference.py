@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import torch
 
 
-def explicit_attention(q, k, v, scale, window, counts):
+def explicit_attention(q, k, v, scale, window, counts, softcap=0.0):
     """Softmax attention of one segment [T, H, d], causal and aligned at the last key.
 
     `window` is (left, right) as in flash-attn: a query at key j sees keys j - left to j + right; -1 is no bound.
+    `softcap` bounds the scaled scores; 0 is none.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -24,6 +25,8 @@ def explicit_attention(q, k, v, scale, window, counts):
         is_seen &= distance >= -window[1]
     counts += is_seen.sum(1).tolist()
     scores = scale * torch.einsum("qhd,khd->hqk", q, k)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~is_seen, -torch.inf), dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
@@ -40,7 +43,7 @@ def check_boundaries(cu_seqlens, max_seqlen, num_tokens):
     assert max_seqlen == cu_seqlens.diff().max()
 
 
-def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window):
+def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, softcap=0.0):
     """The packed output, and how many keys each query saw."""
     check_boundaries(cu_q, max_q, len(q))
     check_boundaries(cu_k, max_k, len(k))
@@ -54,7 +57,7 @@ def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window):
     counts = []
     parts = [
         explicit_attention(q[cu_q[i] : cu_q[i + 1]], k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]],
-                           scale, window, counts)
+                           scale, window, counts, softcap)
         for i in range(len(cu_q) - 1)
     ]  # fmt: skip
     return torch.cat(parts), counts
@@ -73,6 +76,7 @@ class VarlenCall:
     has_grad: bool
     enable_gqa: bool | None = None
     key_counts: list = field(default_factory=list)
+    softcap: float = 0.0
 
 
 class Spy:
@@ -81,12 +85,13 @@ class Spy:
     def __init__(self):
         self.calls = []
 
-    def run(self, q, k, v, cu_q, cu_k, max_q, max_k, scale, window, kernel_window, enable_gqa=None):
-        output, counts = attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window)
+    def run(self, q, k, v, cu_q, cu_k, max_q, max_k, scale, window, kernel_window, enable_gqa=None,
+            softcap=0.0):  # fmt: skip
+        output, counts = attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, softcap)
         lens = [c.diff().tolist() for c in (cu_q, cu_k)]
         self.calls.append(
             VarlenCall(tuple(q.shape), tuple(k.shape), *lens, scale, kernel_window, output.requires_grad,
-                       enable_gqa, counts)
+                       enable_gqa, counts, softcap)
         )  # fmt: skip
         return output
 
@@ -115,7 +120,7 @@ class FlashSpy(Spy):
     ):
         assert causal is True
         assert dropout_p == 0.0
-        assert softcap == 0.0
+        assert type(softcap) is float
         assert alibi_slopes is None
         assert block_table is None
         assert return_attn_probs is False
@@ -124,7 +129,7 @@ class FlashSpy(Spy):
         # causal closes the right side whatever the window says.
         window = (window_size[0], 0)
         return self.run(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-                        window, window_size)  # fmt: skip
+                        window, window_size, softcap=softcap)  # fmt: skip
 
 
 class TorchVarlenSpy(Spy):
