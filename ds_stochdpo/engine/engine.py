@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,13 +20,22 @@ from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib
 from ds_stochdpo.engine.export import export_model
 from ds_stochdpo.engine.frozen import FrozenReference
-from ds_stochdpo.engine.norm import GradientNorm
+from ds_stochdpo.engine.norm import GradientNorm, NonFiniteGradientError
 from ds_stochdpo.engine.settings import zero_stage
 from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_step, unpack_scores
 from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
 from ds_stochdpo.model import TwoLaneModel
-from ds_stochdpo.packing import BatchLimits, LaneLayout, cut_micro_batches, draw, lane_tokens, pack_lanes
-from ds_stochdpo.pruning import ModelShape, PairDraw, draw_pairs, full_draw
+from ds_stochdpo.packing import (
+    BatchLimits,
+    LaneLayout,
+    check_draws,
+    cut_micro_batches,
+    draw,
+    draw_lengths,
+    lane_tokens,
+    pack_lanes,
+)
+from ds_stochdpo.pruning import ModelShape, PairDraw, full_draw
 
 Metrics = dict[str, float]
 
@@ -63,6 +72,7 @@ class StochDPOEngine:
         self.epoch = 0
         self.reference: FrozenReference | None = None
         self._is_initial_policy = True
+        self._stopped = ""
         self._norm = GradientNorm(ds_engine, stage=zero_stage(ds_config), max_norm=config.max_grad_norm)
 
     @property
@@ -111,9 +121,12 @@ class StochDPOEngine:
         Raises:
             ConfigError: If pairs lack the reference log-probs that the settings ask for.
             LockstepError: If the ranks are at different steps or have different settings.
-            StochDPOError: If the loss is not finite; the weights are then unchanged.
+            StochDPOError: If loss or gradient are not finite. The weights are then those before the step, and the
+                engine takes no further one: the spoilt gradients are still in it.
         """
         started = time.perf_counter()
+        if self._stopped:
+            raise StochDPOError(f"this engine has stopped: {self._stopped}")
         self._check_reference(pairs)
         if draws is None:
             draws = self._draw_over_ranks(pairs)
@@ -130,11 +143,15 @@ class StochDPOEngine:
             sums += outcome.sums
         full = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
         metrics = self._reduce(sums, full, num_pairs_global)
-        self._require_finite(metrics, pairs)
+        if not _is_finite(metrics):
+            self._stop(f"the loss is {metrics['loss']}", pairs)
         metrics["learning_rate"] = self.learning_rate
         self._is_initial_policy = False
-        self.deepspeed.step()
-        metrics["grad_norm"] = self._norm.last()
+        try:
+            self.deepspeed.step()
+            metrics["grad_norm"] = self._norm.last()
+        except NonFiniteGradientError:
+            self._stop(f"the gradient is not finite (loss {metrics['loss']})", pairs)
         worst = torch.tensor([time.perf_counter() - started, peak_memory_gib()], dtype=torch.float64)
         worst = self.ranks.max(worst.to(self.ranks.device))
         metrics["time/step_s"], metrics["memory/peak_gib"] = worst.tolist()
@@ -153,6 +170,7 @@ class StochDPOEngine:
 
         Raises:
             ConfigError: If pairs lack the reference log-probs that the settings ask for.
+            StochDPOError: If the loss is not finite.
         """
         self._check_reference(pairs)
         draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
@@ -166,9 +184,10 @@ class StochDPOEngine:
             sums += outcome.sums
             if progress:
                 progress(len(indices))
-        if num_pairs_global == 0:
-            raise ConfigError("evaluate got no pairs on any rank.")
-        return {k: v for k, v in self._reduce(sums, 0, num_pairs_global).items() if k in PAIR_MEANS}
+        metrics = {k: v for k, v in self._reduce(sums, 0, num_pairs_global).items() if k in PAIR_MEANS}
+        if not _is_finite(metrics):
+            raise StochDPOError(f"evaluation after optimizer step {self.step}: loss is {metrics['loss']}; stopping.")
+        return metrics
 
     def score(
         self,
@@ -259,16 +278,8 @@ class StochDPOEngine:
         own = [(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
         # Every rank: a balanced branch draw needs the pairs of all ranks.
         shares = self.ranks.gather_objects(own)
-        pair_ids, chosen, rejected = zip(*(row for share in shares for row in share), strict=True)
-        draws = draw_pairs(
-            self.config.pruning,
-            seed=self.config.seed,
-            epoch=self.epoch,
-            step=self.step,
-            pair_ids=pair_ids,
-            chosen_lengths=chosen,
-            rejected_lengths=rejected,
-        )
+        lengths = [row for share in shares for row in share]
+        draws = draw_lengths(lengths, self.config, epoch=self.epoch, step=self.step)
         start = sum(len(share) for share in shares[: self.ranks.rank])
         return draws[start : start + len(own)]
 
@@ -276,6 +287,7 @@ class StochDPOEngine:
         self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw], limits: BatchLimits
     ) -> tuple[list[list[int]], int]:
         """This rank's micro-batches, padded with empty ones to the same number on every rank; pairs of all ranks."""
+        check_draws(pairs, draws)
         shares = {"share_prompt": self.config.share_prompt, "share_response_start": self.config.share_response_start}
         tokens = [lane_tokens(p, d, **shares).total for p, d in zip(pairs, draws, strict=True)]
         micro_batches = cut_micro_batches(tokens, limits)
@@ -287,6 +299,8 @@ class StochDPOEngine:
                 f"ranks disagree on (optimizer step, epoch, settings): {[row[2:] for row in rows]}; "
                 "start every rank with the same command and data."
             )
+        if not sum(row[0] for row in rows):
+            raise ConfigError("there are no pairs on any rank; pass at least one.")
         num_micro = max(row[1] for row in rows)
         micro_batches += [[] for _ in range(num_micro - len(micro_batches))]
         return micro_batches, sum(row[0] for row in rows)
@@ -329,12 +343,14 @@ class StochDPOEngine:
         means = {name: value / num_pairs_global for name, value in zip(PAIR_MEANS, total, strict=False)}
         return means | dict(zip((*TOKEN_SUMS, "tokens/full"), total[len(PAIR_MEANS) :], strict=True))
 
-    def _require_finite(self, metrics: Metrics, pairs: Sequence[PreferencePair]) -> None:
-        # The metrics are equal on all ranks, so all of them stop here.
-        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["logps/chosen"] + metrics["logps/rejected"]):
-            return
+    def _stop(self, what: str, pairs: Sequence[PreferencePair]) -> NoReturn:
+        # What is not finite is so on all ranks alike, so all of them stop here.
+        self._stopped = f"optimizer step {self.step + 1}: {what}"
+        ids = [p.pair_id for p in pairs]
         raise StochDPOError(
-            f"optimizer step {self.step + 1}: loss is {metrics['loss']} (logps/chosen {metrics['logps/chosen']}, "
-            f"logps/rejected {metrics['logps/rejected']}); pairs of this rank: {[p.pair_id for p in pairs]}. "
-            "Lower the learning rate, or look at these pairs."
+            f"{self._stopped}; pairs of this rank: {ids}. Lower the learning rate, or look at these pairs."
         )
+
+
+def _is_finite(metrics: Metrics) -> bool:
+    return all(math.isfinite(metrics[name]) for name in PAIR_MEANS)

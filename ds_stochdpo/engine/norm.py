@@ -8,6 +8,10 @@ from typing import Any
 import torch
 
 
+class NonFiniteGradientError(ArithmeticError):
+    """The gradient holds inf or nan, so no step was taken; alike on all ranks."""
+
+
 class GradientNorm:
     """Global norm before clipping. At stage 0 it also clips, since DeepSpeed's fp32 stage 0 reports no norm."""
 
@@ -28,8 +32,19 @@ class GradientNorm:
     def _measure_and_clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._at_stage0 = float(torch.nn.utils.clip_grad_norm_(parameters, self._limit))
+        if not math.isfinite(self._at_stage0):
+            # Other stages leave the weights alone by themselves; here nothing else stands before the update.
+            raise NonFiniteGradientError
 
     def last(self) -> float:
-        """Norm of the last step; nan before the first."""
+        """Norm of the last step; nan before the first.
+
+        Raises:
+            NonFiniteGradientError: If that step's gradient was not finite, so that DeepSpeed left it out.
+        """
         norm = self._engine.get_global_grad_norm() if self._at_stage0 is None else self._at_stage0
-        return float("nan") if norm is None else float(norm)
+        if norm is None:
+            return float("nan")
+        if not math.isfinite(norm):
+            raise NonFiniteGradientError
+        return float(norm)

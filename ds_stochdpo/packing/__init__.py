@@ -1,7 +1,16 @@
 """From drawn pairs to packed lanes, and from an optimizer step to balanced micro-batches."""
 
 from ds_stochdpo.packing.lanes import SLOTS, Lane, LaneLayout, ScoreRows, TokenCounts, pack_lanes
-from ds_stochdpo.packing.plan import BatchLimits, assign_to_ranks, cut_micro_batches, draw, lane_tokens, pair_tokens
+from ds_stochdpo.packing.plan import (
+    BatchLimits,
+    assign_to_ranks,
+    check_draws,
+    cut_micro_batches,
+    draw,
+    draw_lengths,
+    lane_tokens,
+    pair_tokens,
+)
 from ds_stochdpo.packing.segments import AttentionSegments, cu_seqlens
 
 __all__ = [
@@ -13,9 +22,11 @@ __all__ = [
     "ScoreRows",
     "TokenCounts",
     "assign_to_ranks",
+    "check_draws",
     "cu_seqlens",
     "cut_micro_batches",
     "draw",
+    "draw_lengths",
     "lane_tokens",
     "pack_lanes",
     "pair_tokens",

@@ -6,11 +6,13 @@ Entry: `draw`, `assign_to_ranks`, `cut_micro_batches`.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.pair import PreferencePair
+from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.pruning.cost import PairTokens
 from ds_stochdpo.pruning.draws import BranchDraw, PairDraw, draw_pairs
 
@@ -31,15 +33,41 @@ def draw(pairs: Sequence[PreferencePair], config: StochDPOConfig, *, epoch: int 
     Raises:
         ConfigError: If `prefix_keep` cannot be reached by its sampler.
     """
+    lengths = [(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
+    return draw_lengths(lengths, config, epoch=epoch, step=step)
+
+
+def draw_lengths(
+    lengths: Sequence[tuple[int, int, int]], config: StochDPOConfig, *, epoch: int, step: int
+) -> list[PairDraw]:
+    """`draw` for pairs that are elsewhere: (pair id, chosen tokens, rejected tokens) of each is all it takes."""
     return draw_pairs(
         config.pruning,
         seed=config.seed,
         epoch=epoch,
         step=step,
-        pair_ids=[p.pair_id for p in pairs],
-        chosen_lengths=[len(p.chosen_ids) for p in pairs],
-        rejected_lengths=[len(p.rejected_ids) for p in pairs],
+        pair_ids=[row[0] for row in lengths],
+        chosen_lengths=[row[1] for row in lengths],
+        rejected_lengths=[row[2] for row in lengths],
     )
+
+
+def check_draws(pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]) -> None:
+    """Refuse draws that cannot belong to these pairs.
+
+    Raises:
+        ConfigError: If the counts differ, or a draw reaches behind its response.
+    """
+    if len(pairs) != len(draws):
+        raise ConfigError(f"{len(pairs)} pairs but {len(draws)} draws; give one draw for each pair, in the same order.")
+    for pair, drawn in zip(pairs, draws, strict=True):
+        for response, side in ((pair.chosen_ids, drawn.chosen), (pair.rejected_ids, drawn.rejected)):
+            reach = max(side.prefix_tokens, int(side.positions[-1]) + 1 if len(side.positions) else 0)
+            if reach > len(response):
+                raise ConfigError(
+                    f"pair {pair.pair_id} has a response of {len(response)} tokens, but its draw reaches {reach}; "
+                    "give draws in the order of the pairs."
+                )
 
 
 @dataclass(frozen=True)
@@ -131,18 +159,19 @@ def assign_to_ranks(costs: Sequence[int], world_size: int) -> list[list[int]]:
     Returns:
         For each rank the indices of its pairs, ascending; a rank may get none.
     """
-    small, larger = divmod(len(costs), world_size)
+    small, num_larger = divmod(len(costs), world_size)
     shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
+    # Heaps of (load, rank): ranks with fewer than `small` pairs, and those that could take one more than that.
+    below = [(0, rank) for rank in range(world_size)] if small else []
+    full = [] if small else [(0, rank) for rank in range(world_size)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        num_larger = sum(len(s) > small for s in shares)
-        open_ranks = [
-            r for r in range(world_size)
-            if len(shares[r]) < small or (len(shares[r]) == small and num_larger < larger)
-        ]  # fmt: skip
-        rank = min(open_ranks, key=lambda r: (loads[r], r))
+        takes_extra = not below or (num_larger > 0 and bool(full) and full[0] < below[0])
+        load, rank = heapq.heappop(full if takes_extra else below)
         shares[rank].append(index)
-        loads[rank] += costs[index]
+        if takes_extra:
+            num_larger -= 1
+        else:
+            heapq.heappush(below if len(shares[rank]) < small else full, (load + costs[index], rank))
     return [sorted(share) for share in shares]
 
 

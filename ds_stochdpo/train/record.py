@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.pruning.draws import PairDraw
 
+logger = logging.getLogger(__name__)
+
 RUN_FILES = ("config.json", "metrics.jsonl", "run.json", "draws.jsonl", "report.html", "report.png")
 _WEIGHTS = "*.safetensors*"
 _PACKAGES = ("ds_stochdpo", "torch", "deepspeed", "transformers", "datasets", "safetensors", "flash_attn")
 
 
-def claim_output_dir(folder: Path, *, overwrite: bool) -> list[Path]:
+def claim_output_dir(folder: Path, *, overwrite: bool, inputs: Mapping[str, str | None]) -> list[Path]:
     """Check that a run may write into `folder`, without touching it.
 
     Args:
         folder: The run's output_dir; need not exist.
         overwrite: Whether what an earlier run left there may go.
+        inputs: What the run reads, by setting; a hub name is no path here.
 
     Returns:
         Files of an earlier run that `clear` should remove.
 
     Raises:
-        ConfigError: If an earlier run's results are there and may not be overwritten.
+        ConfigError: If an earlier run's results are there and may not be overwritten, if the folder cannot be one, or
+            if writing there would replace what the run reads.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output_dir is {folder}, which is a file; name a folder.")
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"output_dir is {folder}, but {path} is a file; name a folder.")
+    for key, name in inputs.items():
+        if name and Path(name).exists() and Path(name).resolve() == folder.resolve():
+            raise ConfigError(
+                f"output_dir is {folder}, which is {key} too; the trained model would replace it: name another folder."
+            )
     found = [folder / name for name in RUN_FILES if (folder / name).exists()]
     found += sorted(folder.glob(_WEIGHTS))
     if found and not overwrite:
@@ -63,6 +74,8 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         for path in stale:
             path.unlink(missing_ok=True)
+        if stale:
+            logger.info("removed from %s: %s", folder, ", ".join(path.name for path in stale))
         self._check_writable()
 
     def metrics(self, line: dict[str, Any]) -> None:

@@ -52,7 +52,9 @@ def run_training(config: StochDPOConfig) -> None:
     """
     started = time.time()
     output_dir = Path(config.output_dir)
-    stale = claim_output_dir(output_dir, overwrite=config.overwrite_output_dir)
+    names = ("model_name_or_path", "ref_model_name_or_path", "dataset_name", "reference_cache_dir")
+    inputs = {key: getattr(config, key) for key in names}
+    stale = claim_output_dir(output_dir, overwrite=config.overwrite_output_dir, inputs=inputs)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolved, ds = resolve_settings(config, config.deepspeed, world_size=world_size)
     tokenizer = load_tokenizer(config.model_name_or_path)
@@ -60,10 +62,11 @@ def run_training(config: StochDPOConfig) -> None:
     schedule = plan_schedule(resolved, num_pairs=len(train_set.pairs), world_size=world_size)
     set_seed(config.seed)
     with process_group() as ranks:
-        record = RunRecord(output_dir, writes=ranks.is_main, stale=stale)
         engine = _build_engine(
             config, ds, schedule, [*train_set.pairs, *(test_set.pairs if test_set else [])], tokenizer
         )
+        # Only now, when all settings have proved right, does anything of an earlier run go.
+        record = RunRecord(output_dir, writes=ranks.is_main, stale=stale)
         facts = _facts(engine, train_set, test_set, schedule)
         record.run(facts)
         _announce(engine, schedule, train_set)
