@@ -250,6 +250,15 @@ class StochDPOConfig:
             # Only one of the two stays, so that a copy of the settings checks itself again.
             self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None
         _require_number("warmup_steps", self.warmup_steps, low=0.0)
+        if self.eval_steps is not None and self.dataset_test_split is None:
+            raise ConfigError(
+                f"eval_steps is {self.eval_steps}, but dataset_test_split names no pairs to evaluate; set it."
+            )
+        if self.dataset_test_split is not None and self.dataset_test_split == self.dataset_train_split:
+            raise ConfigError(
+                f"dataset_test_split is {self.dataset_test_split}, which is dataset_train_split too; "
+                "name another split, or a file of held-out pairs."
+            )
         if self.max_steps != -1:
             _require_int("max_steps", self.max_steps, low=1, also="or -1 to train num_train_epochs")
 

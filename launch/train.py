@@ -16,7 +16,8 @@ from ds_stochdpo.errors import StochDPOError
 from ds_stochdpo.train import parse_settings, run_training
 
 EXIT_MISTAKE = 2
-"""Exit code for wrong settings, data or model."""
+"""Exit code for wrong settings, data or model, and for a loss that is not finite."""
+EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
@@ -36,6 +37,9 @@ def main() -> int:
     except StochDPOError as error:
         print(f"error [rank {rank}]: {error}", file=sys.stderr, flush=True)
         return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        print(f"interrupted [rank {rank}]: nothing was exported", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -315,3 +315,9 @@ def test_a_reference_model_needs_a_reference():
     refused(
         r"^ref_model_name_or_path is other, but reference is none", reference="none", ref_model_name_or_path="other"
     )
+
+
+def test_evaluation_needs_held_out_pairs():
+    refused(r"^eval_steps is 5, but dataset_test_split names no pairs", eval_steps=5)
+    refused(r"^dataset_test_split is train, which is dataset_train_split too", dataset_test_split="train")
+    assert StochDPOConfig(eval_steps=5, dataset_test_split="test").eval_steps == 5

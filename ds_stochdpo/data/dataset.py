@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,7 @@ def load_pairs(
     return PairSet(pairs, tally.counts, tally.first_lines, fingerprint_of(pairs), limits.max_length, source.parts)
 
 
-def fingerprint_of(pairs: list[PreferencePair]) -> str:
+def fingerprint_of(pairs: Sequence[PreferencePair]) -> str:
     """sha256 over pair ids, lengths and token ids, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for pair in pairs:

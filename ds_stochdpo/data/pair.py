@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_stochdpo.errors import DataError
+
 
 @dataclass(frozen=True, eq=False)
 class PreferencePair:
@@ -28,6 +30,21 @@ class PreferencePair:
     source: str = ""
     chosen_ref_logps: np.ndarray | None = None
     rejected_ref_logps: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no layer above could make sense of.
+
+        Raises:
+            DataError: If ids are not a non-empty 1-D integer array, or reference log-probs do not fit their response.
+        """
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+            ids = getattr(self, name)
+            if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
+                raise DataError(f"pair {self.pair_id}: {name} must be a 1-D integer array of at least one token id.")
+        for side in ("chosen", "rejected"):
+            logps, ids = getattr(self, f"{side}_ref_logps"), getattr(self, f"{side}_ids")
+            if logps is not None and logps.shape != ids.shape:
+                raise DataError(f"pair {self.pair_id}: {len(ids)} {side} tokens, but {len(logps)} reference log-probs.")
 
     @property
     def shared_start(self) -> int:

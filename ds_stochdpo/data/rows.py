@@ -182,7 +182,8 @@ def _json_rows(path: Path) -> Iterator[Row]:
                     return
                 started = True
                 yield (
-                    _parse(text, path, number, "one JSON object a line, or one JSON array"),
+                    # Without its newline, so that an unfinished value is reported on its own line.
+                    _parse(text.rstrip(_JSON_SPACE), path, number, "one JSON object a line, or one JSON array"),
                     f"{path}:{number}",
                 )
     except (OSError, EOFError, zlib.error) as error:

@@ -5,6 +5,7 @@ Every function here that says "collective" must be entered by all ranks, in the 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Iterator
@@ -51,9 +52,16 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     _single_process_defaults()
     _skip_cpu_comm_build()
     if not dist.is_initialized():
+        # A gloo process whose group still stands aborts at random on exit.
+        atexit.register(_end_process_group)
         deepspeed.init_distributed(timeout=timeout, verbose=False)
         if get_accelerator().device_name() != "cpu":
             get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -68,7 +76,7 @@ def process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[Ranks]:
         yield Ranks()
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        _end_process_group()
 
 
 class Ranks:

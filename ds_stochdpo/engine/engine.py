@@ -124,7 +124,7 @@ class StochDPOEngine:
             StochDPOError: If loss or gradient are not finite. The weights are then those before the step, and the
                 engine takes no further one: the spoilt gradients are still in it.
         """
-        started = time.perf_counter()
+        started, step = time.perf_counter(), self.step + 1
         if self._stopped:
             raise StochDPOError(f"this engine has stopped: {self._stopped}")
         self._check_reference(pairs)
@@ -144,14 +144,14 @@ class StochDPOEngine:
         full = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
         metrics = self._reduce(sums, full, num_pairs_global)
         if not _is_finite(metrics):
-            self._stop(f"the loss is {metrics['loss']}", pairs)
+            self._stop(step, f"the loss is {metrics['loss']}", pairs)
         metrics["learning_rate"] = self.learning_rate
         self._is_initial_policy = False
         try:
             self.deepspeed.step()
             metrics["grad_norm"] = self._norm.last()
         except NonFiniteGradientError:
-            self._stop(f"the gradient is not finite (loss {metrics['loss']})", pairs)
+            self._stop(step, f"the gradient is not finite (loss {metrics['loss']})", pairs)
         worst = torch.tensor([time.perf_counter() - started, peak_memory_gib()], dtype=torch.float64)
         worst = self.ranks.max(worst.to(self.ranks.device))
         metrics["time/step_s"], metrics["memory/peak_gib"] = worst.tolist()
@@ -224,15 +224,7 @@ class StochDPOEngine:
         return scores
 
     def export(self, output_dir: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Write the policy in Hugging Face form and read it back to verify it.
-
-        Args:
-            output_dir: Folder for config.json and *.safetensors.
-            tokenizer: Saved beside the weights if given.
-
-        Raises:
-            ExportError: If the written files are not the model.
-        """
+        """Write the policy, and the tokenizer if given, in Hugging Face form, and read it back (`export_model`)."""
         # A forward without backward leaves prefetched gathers under way, which DeepSpeed 0.19.8 refuses to partition.
         self.deepspeed.empty_partition_cache()
         export_model(self.module.lm, Path(output_dir), self.ranks, tokenizer)
@@ -242,11 +234,7 @@ class StochDPOEngine:
         self.deepspeed.save_checkpoint(str(folder), client_state={"ds_stochdpo_epoch": self.epoch})
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Load what `save_checkpoint` wrote. DeepSpeed unpickles it: load only files you trust.
-
-        Raises:
-            ConfigError: If the folder holds no checkpoint.
-        """
+        """Load what `save_checkpoint` wrote; ConfigError without one. DeepSpeed unpickles it: trust the files."""
         path, client_state = self.deepspeed.load_checkpoint(str(folder))
         if path is None:
             raise ConfigError(f"{folder} holds no checkpoint; give the folder that save_checkpoint wrote.")
@@ -343,9 +331,9 @@ class StochDPOEngine:
         means = {name: value / num_pairs_global for name, value in zip(PAIR_MEANS, total, strict=False)}
         return means | dict(zip((*TOKEN_SUMS, "tokens/full"), total[len(PAIR_MEANS) :], strict=True))
 
-    def _stop(self, what: str, pairs: Sequence[PreferencePair]) -> NoReturn:
+    def _stop(self, step: int, what: str, pairs: Sequence[PreferencePair]) -> NoReturn:
         # What is not finite is so on all ranks alike, so all of them stop here.
-        self._stopped = f"optimizer step {self.step + 1}: {what}"
+        self._stopped = f"optimizer step {step}: {what}"
         ids = [p.pair_id for p in pairs]
         raise StochDPOError(
             f"{self._stopped}; pairs of this rank: {ids}. Lower the learning rate, or look at these pairs."

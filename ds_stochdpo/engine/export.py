@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +23,7 @@ from ds_stochdpo.errors import ExportError
 
 MAX_SHARD_SIZE = "5GB"
 INDEX_NAME = "model.safetensors.index.json"
+PARTIAL_NAME = ".export-partial"
 
 
 def export_model(
@@ -33,7 +37,8 @@ def export_model(
     """Write config, weights and tokenizer so that plain transformers loads them. Collective.
 
     Rank 0 holds one shard and one tensor at most beside the model. Weights keep the dtype they were trained in (bf16
-    for bf16 training).
+    for bf16 training). Files get their names only when all of them are written and verified; a model that was in the
+    folder is complete until then.
 
     Args:
         lm: The causal LM inside the two-lane model.
@@ -43,7 +48,8 @@ def export_model(
         max_shard_size: Largest weight file, in bytes or as "5GB".
 
     Raises:
-        ExportError: If the files, read back, lack a tensor, have another shape, or hold a value that is not finite.
+        ExportError: If the files cannot be written, or, read back, lack a tensor, have another shape, or hold a value
+            that is not finite.
     """
     tensors = _tensors_to_save(lm)
     plan = split_state_dict_into_shards_factory(
@@ -52,35 +58,72 @@ def export_model(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    if ranks.is_main:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        for stale in [*output_dir.glob("model*.safetensors"), output_dir / INDEX_NAME]:
-            stale.unlink(missing_ok=True)
+    partial = output_dir / PARTIAL_NAME
+    problem: str | None = None
     for filename, names in plan.filename_to_tensors.items():
-        _write_shard(output_dir / filename, {name: tensors[name] for name in names}, ranks)
+        shard = _gather({name: tensors[name] for name in names}, ranks)
+        if ranks.is_main and not problem:
+            problem = _write_shard(shard, partial / filename)
     if ranks.is_main:
-        if plan.is_sharded:
-            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            (output_dir / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _save_config(lm, output_dir)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(output_dir)
-    problem = _find_problem(tensors, plan.tensor_to_filename, output_dir) if ranks.is_main else None
+        problem = problem or _find_problem(tensors, plan.tensor_to_filename, partial)
+        if problem:
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename} if plan.is_sharded else None
+            problem = _publish(lm, tokenizer, partial, output_dir, index)
     # Every rank: all of them must learn whether the export holds.
     problem = ranks.from_main(problem)
     if problem:
         raise ExportError(f"export to {output_dir} failed: {problem}.")
 
 
-def _write_shard(path: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+def _gather(tensors: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, nothing elsewhere."""
     shard: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         # Every rank: gathering a partitioned tensor is a collective.
         with _gathered(tensor) as whole:
             if ranks.is_main:
                 shard[name] = whole.detach().to("cpu", copy=True).contiguous()
-    if ranks.is_main:
+    return shard
+
+
+def _write_shard(shard: dict[str, Tensor], path: Path) -> str | None:
+    """Returns what went wrong: rank 0 has to stay in step, so it raises only where all ranks do."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(shard, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        size = sum(t.numel() * t.element_size() for t in shard.values())
+        return f"{path.name} ({size} bytes) cannot be written ({error})"
+    return None
+
+
+def _publish(
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    partial: Path,
+    output_dir: Path,
+    index: dict[str, Any] | None,
+) -> str | None:
+    """Give the verified files their names, in place of an older model's; returns what went wrong."""
+    try:
+        written = {path.name for path in partial.iterdir()}
+        for path in partial.iterdir():
+            os.replace(path, output_dir / path.name)
+        partial.rmdir()
+        for stale in {*output_dir.glob("model*.safetensors")} - {output_dir / name for name in written}:
+            stale.unlink()
+        if index is None:
+            (output_dir / INDEX_NAME).unlink(missing_ok=True)
+        else:
+            (output_dir / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _save_config(lm, output_dir)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(output_dir)
+    except OSError as error:
+        return f"{output_dir} cannot be written ({error})"
+    return None
 
 
 def _tensors_to_save(lm: PreTrainedModel) -> dict[str, Tensor]:

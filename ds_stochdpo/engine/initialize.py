@@ -57,6 +57,8 @@ def initialize(
     ranks = Ranks()
     source = config.deepspeed if deepspeed is None else deepspeed
     config, ds = resolve_settings(config, source, world_size=ranks.world_size)
+    for lm in (model, ref_model):
+        _check_dtype(lm, bool(config.bf16))
     is_half = config.bf16 or ds.get("torch_autocast", {}).get("enabled")
     backend_name, backend = choose_backend(
         config.attn_implementation,
@@ -73,6 +75,17 @@ def initialize(
     if ref_model is not None:
         engine.reference = FrozenReference(TwoLaneModel(ref_model, backend, scoring), frozen_settings(ds))
     return engine
+
+
+def _check_dtype(lm: PreTrainedModel | None, bf16: bool) -> None:
+    """Transformers keeps the dtype of the files, so a model may arrive in another precision than the settings say."""
+    dtypes = {p.dtype for p in lm.parameters()} if lm is not None else set()
+    wrong = dtypes - ({torch.float32, torch.bfloat16} if bf16 else {torch.float32, torch.float64})
+    if wrong:
+        raise ConfigError(
+            f"the model's weights are {wrong.pop()}, but bf16 is {str(bf16).lower()}; "
+            "load it with dtype=torch.float32, or train a bfloat16 model with bf16: true."
+        )
 
 
 def _wrap(model: TwoLaneModel, config: StochDPOConfig, ds: dict[str, Any], lr_scheduler: Any) -> Any:

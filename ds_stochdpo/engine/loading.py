@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,8 @@ from ds_stochdpo.model import family_of_config
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_REASON = 300
+_COSMETIC = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
 
 
@@ -36,16 +39,20 @@ def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
     """
     if not model_name_or_path:
         raise ConfigError("model_name_or_path is empty; name a folder or a hub model.")
+    is_path = model_name_or_path.startswith((".", "/", "~")) or model_name_or_path.count("/") > 1
+    if is_path and not Path(model_name_or_path).is_dir():
+        raise ConfigError(f"model_name_or_path is {model_name_or_path!r}; there is no such folder.")
     try:
         return AutoTokenizer.from_pretrained(model_name_or_path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {_first_line(error)}"
+            f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {_in_one_line(error)}"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 
 
 def load_model_config(model_name_or_path: str) -> Any:
@@ -58,7 +65,7 @@ def load_model_config(model_name_or_path: str) -> Any:
         return AutoConfig.from_pretrained(model_name_or_path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model_name_or_path is {model_name_or_path!r}; no config loads from it: {_first_line(error)}"
+            f"model_name_or_path is {model_name_or_path!r}; no config loads from it: {_in_one_line(error)}"
         ) from error
 
 
@@ -101,13 +108,13 @@ def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> P
 
 
 def weights_digest(model_name_or_path: str) -> str:
-    """sha256 over the weight files of a model: sound under ZeRO-3, where a state dict holds empty shards.
+    """sha256 over a model's weight files and config: sound under ZeRO-3, where a state dict holds empty shards.
 
     Args:
         model_name_or_path: Folder or hub name whose files are on disk.
 
     Returns:
-        Hexadecimal digest of names and contents.
+        Hexadecimal digest of the files' names and contents, and of every config entry that can change a score.
 
     Raises:
         ModelError: If no weight file is found.
@@ -118,7 +125,8 @@ def weights_digest(model_name_or_path: str) -> str:
     files = sorted(f for pattern in WEIGHT_PATTERNS for f in folder.glob(pattern))
     if not files:
         raise ModelError(f"no weight file ({', '.join(WEIGHT_PATTERNS)}) in {folder}.")
-    digest = hashlib.sha256()
+    settings = {k: v for k, v in load_model_config(str(folder)).to_dict().items() if k not in _COSMETIC}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for file in files:
         digest.update(file.name.encode())
         with file.open("rb") as stream:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,14 +15,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ds_stochdpo.data.pair import PreferencePair
+from ds_stochdpo.data import PreferencePair
+from ds_stochdpo.data.dataset import fingerprint_of
 from ds_stochdpo.engine.engine import StochDPOEngine
 from ds_stochdpo.errors import ConfigError, StochDPOError
 from ds_stochdpo.packing import assign_to_ranks
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Raised when the layout of a cache file or the meaning of its numbers changes."""
 
 
@@ -59,7 +61,8 @@ def add_reference(
     Args:
         engine: Engine whose policy is still untrained, unless the cache is there.
         pairs: All pairs, alike on every rank.
-        cache_file: Where the log-probs are kept; None: nowhere.
+        cache_file: Where the log-probs are kept; None: nowhere. The file knows its pairs, not its model: name it by
+            `reference_key`, so that another model gets another file.
         progress: Told the number of pairs this rank has finished after each micro-batch.
 
     Returns:
@@ -122,16 +125,17 @@ def _attach(pairs: Sequence[PreferencePair], logps: np.ndarray) -> list[Preferen
     return done
 
 
-def _lengths(pairs: Sequence[PreferencePair]) -> np.ndarray:
-    rows = [(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-
 def _write_cache(cache_file: Path, pairs: Sequence[PreferencePair], logps: np.ndarray) -> None:
-    cache_file.parent.mkdir(parents=True, exist_ok=True)
-    partial = cache_file.with_name(f"{cache_file.name}.{os.getpid()}.partial")
-    save_file({"logps": logps, "lengths": _lengths(pairs)}, partial, metadata={"format": str(CACHE_FORMAT)})
-    os.replace(partial, cache_file)
+    metadata = {"format": str(CACHE_FORMAT), "pairs": fingerprint_of(pairs)}
+    try:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_file.parent, prefix=".partial-") as folder:
+            partial = Path(folder) / cache_file.name
+            save_file({"logps": logps}, partial, metadata=metadata)
+            os.replace(partial, cache_file)
+    except (OSError, SafetensorError) as error:
+        # The log-probs are in memory, so the run goes on; the next one computes them again.
+        logger.warning("reference cache %s cannot be written (%s); going on without", cache_file, error)
 
 
 def _read_cache(cache_file: Path, pairs: Sequence[PreferencePair]) -> np.ndarray | None:
@@ -139,12 +143,13 @@ def _read_cache(cache_file: Path, pairs: Sequence[PreferencePair]) -> np.ndarray
         return None
     try:
         with safe_open(cache_file, framework="np") as stored:
-            logps, lengths = stored.get_tensor("logps"), stored.get_tensor("lengths")
-    except SafetensorError as error:
-        logger.warning("reference cache %s is damaged (%s); computing it again", cache_file, error)
+            logps, metadata = stored.get_tensor("logps"), stored.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        logger.warning("reference cache %s cannot be read (%s); computing it again", cache_file, error)
         return None
-    fits = np.array_equal(lengths, _lengths(pairs)) and len(logps) == lengths[:, 1:].sum()
-    if not fits or not np.isfinite(logps).all():
+    fits = metadata.get("pairs") == fingerprint_of(pairs) and metadata.get("format") == str(CACHE_FORMAT)
+    fits = fits and len(logps) == sum(len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
+    if not fits or not np.isfinite(logps).all() or not logps.any():
         logger.warning("reference cache %s does not fit these pairs; computing it again", cache_file)
         return None
     return logps

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from deepspeed.accelerator import get_accelerator
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.errors import ConfigError
@@ -25,6 +28,18 @@ _SHARED: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("bf16", ("bf16", "enabled"), False),
 )
 """(our field, path in the JSON, value where neither says)."""
+
+
+_SECTIONS = (
+    "zero_optimization",
+    "optimizer",
+    "bf16",
+    "fp16",
+    "torch_autocast",
+    "activation_checkpointing",
+    "checkpoint",
+)
+_NUMBERS = ("gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def resolve_settings(
@@ -49,6 +64,7 @@ def resolve_settings(
     """
     check_prefix_feasible(config.pruning)
     ds = _read(deepspeed)
+    _check_shape(ds)
     if "scheduler" in ds:
         raise ConfigError("the DeepSpeed JSON has a scheduler section; remove it: lr_scheduler_type owns the schedule.")
     values = {key: _agree(key, getattr(config, key), path, ds, default) for key, path, default in _SHARED}
@@ -122,6 +138,24 @@ def _read(deepspeed: dict[str, Any] | str | Path | None) -> dict[str, Any]:
     return ds
 
 
+def _check_shape(ds: dict[str, Any]) -> None:
+    """Refuse a JSON whose sections DeepSpeed would trip over, or pass over, without a sentence."""
+    for key in _SECTIONS:
+        if key in ds and not isinstance(ds[key], dict):
+            raise ConfigError(f"{key} in the DeepSpeed JSON is {ds[key]!r}; it must be an object.")
+    for key in ds:
+        known = difflib.get_close_matches(key, (*_SECTIONS, *_NUMBERS), n=1, cutoff=0.8)
+        if known and known[0] != key and known[0] not in ds:
+            raise ConfigError(
+                f"the DeepSpeed JSON has {key!r}, which DeepSpeed does not know; did you mean {known[0]!r}?"
+            )
+    stage = ds.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ConfigError(f"zero_optimization.stage in the DeepSpeed JSON is {stage!r}; it must be 0, 1, 2 or 3.")
+    if not isinstance(ds.get("optimizer", {}).get("params", {}), dict):
+        raise ConfigError("optimizer.params in the DeepSpeed JSON must be an object.")
+
+
 def _agree(key: str, ours: Any, path: tuple[str, ...], ds: dict[str, Any], default: Any) -> Any:
     theirs: Any = ds
     for part in path:
@@ -169,6 +203,11 @@ def _fill_optimizer(config: StochDPOConfig, ds: dict[str, Any]) -> None:
         if "offload_optimizer" in ds.get("zero_optimization", {}):
             ds["zero_force_ds_cpu_optimizer"] = False
     params = ds["optimizer"].setdefault("params", {})
+    is_adam = str(ds["optimizer"].get("type", "")).lower() in ("adam", "adamw")
+    offloads = "offload_optimizer" in ds.get("zero_optimization", {})
+    if is_adam and not offloads and get_accelerator().device_name() == "cpu":
+        # DeepSpeed would compile its fused Adam for the CPU at start; torch's takes the same steps.
+        params.setdefault("torch_adam", True)
     ours = {"lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": [0.9, 0.999], "eps": 1e-8}
     for key, value in ours.items():
         if params.get(key) == "auto" or (key in ("lr", "weight_decay") and key not in params):

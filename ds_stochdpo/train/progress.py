@@ -12,7 +12,8 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 LINES_PER_BAR = 10
-"""Plain lines of one bar when the output is not a terminal."""
+"""Plain lines of one bar when the output is not a terminal; a long one writes more."""
+LONGEST_SILENCE_S = 60.0
 
 
 class Progress:
@@ -29,7 +30,7 @@ class Progress:
         """
         self.title, self.total, self.unit = title, total, unit
         self.done = 0
-        self._started = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         self._next_line = total / LINES_PER_BAR
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True) if is_shown and is_terminal else None
@@ -44,6 +45,10 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
+    def _is_due(self) -> bool:
+        is_late = time.monotonic() - self._last_line > LONGEST_SILENCE_S
+        return self.done >= self._next_line or self.done >= self.total or is_late
+
     def advance(self, count: int = 1, note: str = "") -> None:
         """Record finished units.
 
@@ -55,9 +60,10 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(count)
-        elif self._writes_lines and (self.done >= self._next_line or self.done >= self.total):
+        elif self._writes_lines and self._is_due():
             self._next_line = self.done + self.total / LINES_PER_BAR
-            seconds = time.monotonic() - self._started
+            self._last_line = time.monotonic()
+            seconds = self._last_line - self._started
             left = seconds / self.done * (self.total - self.done)
             logger.info(
                 "%s: %d of %d %ss, %.0f s, about %.0f s left%s",

@@ -19,8 +19,9 @@ from ds_stochdpo.pruning.draws import PairDraw
 
 logger = logging.getLogger(__name__)
 
-RUN_FILES = ("config.json", "metrics.jsonl", "run.json", "draws.jsonl", "report.html", "report.png")
-_WEIGHTS = "*.safetensors*"
+RUN_FILES = ("metrics.jsonl", "run.json", "draws.jsonl", "report.html", "report.png")
+"""Written while a run goes on. The model beside them is replaced by the export, not before."""
+_WEIGHTS = "model*.safetensors"
 _PACKAGES = ("ds_stochdpo", "torch", "deepspeed", "transformers", "datasets", "safetensors", "flash_attn")
 
 
@@ -33,7 +34,7 @@ def claim_output_dir(folder: Path, *, overwrite: bool, inputs: Mapping[str, str 
         inputs: What the run reads, by setting; a hub name is no path here.
 
     Returns:
-        Files of an earlier run that `clear` should remove.
+        Files of an earlier run for `RunRecord` to remove. Its model is not among them: the export replaces that.
 
     Raises:
         ConfigError: If an earlier run's results are there and may not be overwritten, if the folder cannot be one, or
@@ -47,14 +48,14 @@ def claim_output_dir(folder: Path, *, overwrite: bool, inputs: Mapping[str, str 
             raise ConfigError(
                 f"output_dir is {folder}, which is {key} too; the trained model would replace it: name another folder."
             )
-    found = [folder / name for name in RUN_FILES if (folder / name).exists()]
-    found += sorted(folder.glob(_WEIGHTS))
+    stale = [folder / name for name in RUN_FILES if (folder / name).exists()]
+    found = [*stale, *sorted(folder.glob(_WEIGHTS))]
     if found and not overwrite:
         raise ConfigError(
             f"output_dir is {folder}, which holds an earlier run ({found[0].name}); "
             "name another folder, or set overwrite_output_dir: true."
         )
-    return found
+    return stale
 
 
 class RunRecord:
@@ -71,9 +72,12 @@ class RunRecord:
         self.folder, self.writes = folder, writes
         if not writes:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in stale:
-            path.unlink(missing_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in stale:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_dir is {folder}, which cannot be written: {error.strerror}.") from error
         if stale:
             logger.info("removed from %s: %s", folder, ", ".join(path.name for path in stale))
         self._check_writable()

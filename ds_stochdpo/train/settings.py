@@ -16,6 +16,7 @@ from transformers import HfArgumentParser
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.errors import ConfigError
 
+_YAML_NULL = ("", "null", "~")
 _USAGE = "deepspeed launch/train.py --config FILE.yaml [--KEY VALUE ...]"
 _DESCRIPTION = (
     "Preference alignment with a stochastically pruned DPO graph. Every key of the YAML file is also a flag, and a "
@@ -41,8 +42,7 @@ def parse_settings(arguments: Sequence[str]) -> StochDPOConfig:
     files, _ = _pre_parser().parse_known_args(arguments)
     if files.config is not None:
         # As text, so that a value in the file is read exactly as the same value on the command line.
-        values = _read_yaml(Path(files.config))
-        parser.set_defaults(**{key: None if value is None else str(value) for key, value in values.items()})
+        parser.set_defaults(**_read_yaml(Path(files.config)))
     try:
         known, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
@@ -90,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     for action in parser._actions:
+        if action.dest == "bf16":
+            # True, false or unset, for which the parser makes no bare flag; the other switches have one.
+            action.nargs, action.const = "?", True
         if any(option.startswith("--no_") for option in action.option_strings):
             # `--no_share_prompt` works; `--share_prompt false` says it already.
             action.help = argparse.SUPPRESS
@@ -98,12 +101,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # BaseLoader keeps every value as the text that was written: 1e-6, 010 and yes mean what they mean as flags.
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"config is {str(path)!r}, which cannot be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"config is {str(path)!r}, which is not YAML: {error}.") from None
-    if values is None:
+    if values in (None, ""):
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"config is {str(path)!r}, which holds a {type(values).__name__}; write 'key: value' lines.")
@@ -113,7 +117,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: {key} is no setting{_nearest(str(key))}")
         if isinstance(value, (dict, list)):
             raise ConfigError(f"{path}: {key} holds a {type(value).__name__}; write one plain value.")
-    return values
+    return {key: None if value in _YAML_NULL else value for key, value in values.items()}
 
 
 def _nearest(name: str) -> str:

@@ -33,7 +33,7 @@ def test_both_commands_are_there_and_run():
 
 def test_flags_in_the_readme_exist():
     launcher = {"num_accelerators", "hostfile", "no_ssh", "node_rank", "master_addr", "master_port", "nnodes",
-                "nproc_per_node", "config", "help", "nodes", "ntasks-per-node", "gpus-per-node"}  # fmt: skip
+                "nproc_per_node", "pairs", "config", "help", "nodes", "ntasks-per-node", "gpus-per-node"}  # fmt: skip
     fields = {f.name for f in dataclasses.fields(StochDPOConfig)}
     assert set(re.findall(r"--([a-z][a-z_-]+)", README)) - launcher - fields == set()
 

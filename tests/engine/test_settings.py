@@ -45,7 +45,8 @@ def test_auto_takes_our_values():
     )
     filled = fill_model_sizes(filled, hidden_size=100)
     assert "auto" not in json.dumps(filled)
-    assert filled["optimizer"]["params"] == {"lr": 3e-5, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8}
+    want = {"lr": 3e-5, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": True}
+    assert filled["optimizer"]["params"] == want
     assert filled["gradient_clipping"] == 0.0
     assert filled["train_micro_batch_size_per_gpu"] == 4
     assert filled["bf16"]["enabled"] is True
@@ -105,6 +106,30 @@ def test_settings_can_be_resolved_again():
     config, _ = resolve(ZERO3, warmup_ratio=0.1)
     assert config.warmup_steps == 0.1
     assert resolve_settings(config, ZERO3, world_size=2)[0] == config
+
+
+@pytest.mark.parametrize(
+    ("ds", "match"),
+    [
+        ({"zero_optimizatoin": {"stage": 3}}, "did you mean 'zero_optimization'"),
+        ({"zero_optimization": 3}, "zero_optimization .* must be an object"),
+        ({"zero_optimization": {"stage": 5}}, "stage .* is 5"),
+        ({"zero_optimization": {"stage": "auto"}}, "stage .* is 'auto'"),
+        ({"bf16": True}, "bf16 .* must be an object"),
+        ({"optimizer": None}, "optimizer .* must be an object"),
+        ({"optimizer": {"type": "SGD", "params": None}}, "optimizer.params"),
+    ],
+)
+def test_a_json_deepspeed_would_trip_over_is_refused(ds, match):
+    with pytest.raises(ConfigError, match=match):
+        resolve(ds)
+
+
+def test_no_optimizer_is_compiled_unless_asked_for():
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
+    assert resolve({**ZERO3, **adam})[1]["optimizer"]["params"]["torch_adam"] is True
+    offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+    assert "torch_adam" not in resolve({**offload, **adam})[1]["optimizer"]["params"]
 
 
 def test_stage_1_gets_no_overlapped_reduction():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -72,13 +73,31 @@ def test_record_is_strict_json_and_silent_on_other_ranks(tmp_path):
 
 
 def test_output_dir_of_an_earlier_run(tmp_path):
-    assert claim_output_dir(tmp_path / "new", overwrite=False) == []
+    assert claim_output_dir(tmp_path / "new", overwrite=False, inputs={}) == []
     (tmp_path / "train.log").write_text("only a log")
-    assert claim_output_dir(tmp_path, overwrite=False) == []
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    (tmp_path / "model.safetensors").write_text("x")
+    assert claim_output_dir(tmp_path, overwrite=False, inputs={}) == []
+    for name in ("metrics.jsonl", "model.safetensors", "config.json", "my_vectors.safetensors"):
+        (tmp_path / name).write_text("x")
     with pytest.raises(ConfigError, match="overwrite_output_dir"):
-        claim_output_dir(tmp_path, overwrite=False)
-    stale = claim_output_dir(tmp_path, overwrite=True)
+        claim_output_dir(tmp_path, overwrite=False, inputs={})
+    stale = claim_output_dir(tmp_path, overwrite=True, inputs={})
     RunRecord(tmp_path, writes=True, stale=stale)
-    assert [p.name for p in tmp_path.iterdir()] == ["train.log"]
+    # The model stays until the export replaces it, and foreign files stay for good.
+    kept = {"train.log", "model.safetensors", "config.json", "my_vectors.safetensors"}
+    assert {p.name for p in tmp_path.iterdir()} == kept
+
+
+def test_a_run_never_writes_over_what_it_reads(tmp_path):
+    (tmp_path / "model").mkdir()
+    inputs = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": "some/hub-name"}
+    with pytest.raises(ConfigError, match="which is model_name_or_path too"):
+        claim_output_dir(tmp_path / "other" / ".." / "model", overwrite=True, inputs=inputs)
+
+
+def test_an_output_dir_that_cannot_be_one(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="is a file"):
+            claim_output_dir(folder, overwrite=True, inputs={})
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunRecord(Path("/proc/ds_stochdpo"), writes=True)

@@ -33,6 +33,15 @@ def test_values_in_the_file_are_read_as_on_the_command_line(tmp_path):
     assert from_file.share_prompt is False
 
 
+def test_text_in_the_file_stays_the_text_that_was_written(tmp_path):
+    config = parse_settings(yaml_file(tmp_path, "output_dir: 010\nseed: 010\nmax_length: null\nbf16: ~\n"))
+    assert (config.output_dir, config.seed, config.max_length, config.bf16) == ("010", 10, None, None)
+
+
+def test_switches_have_a_bare_form():
+    assert parse_settings(["--bf16", "--log_draws"]) == StochDPOConfig(bf16=True, log_draws=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
