@@ -23,6 +23,8 @@ LOSS_TYPES = ("sigmoid", "robust", "hinge")
 LR_SCHEDULERS = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
                  "inverse_sqrt")  # fmt: skip
 """Schedules of transformers that need no argument of their own."""
+TRACKERS = ("tensorboard", "wandb", "comet_ml")
+"""What `report_to` can name; each is the name of its package too."""
 
 
 def _doc(default: Any, text: str) -> Any:
@@ -137,7 +139,9 @@ class StochDPOConfig:
     attn_implementation: Literal["auto", "flash_attn", "torch", "sdpa"] = _doc(
         "auto", "Attention backend; auto picks the first of flash_attn, torch, sdpa that the device can run."
     )
-    report_to: str = _doc("none", "Trackers; only none for now.")
+    report_to: str = _doc(
+        "none", "Trackers that get the lines of metrics.jsonl: none, or tensorboard, wandb, comet_ml joined by commas."
+    )
 
     position_keep: float = _doc(1.0, "Expected share of response positions that are scored, in (0, 1]; 1 is off.")
     position_sampler: Literal["systematic", "bernoulli", "fixed", "stratified"] = _doc(
@@ -178,6 +182,13 @@ class StochDPOConfig:
         """The sampling part of the settings, as the estimators take it."""
         return PruningPlan(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PruningPlan)})
 
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names in `report_to`, each once; none for "none"."""
+        if self.report_to == "none":
+            return ()
+        return tuple(dict.fromkeys(name.strip() for name in self.report_to.split(",")))
+
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain JSON values."""
         return dataclasses.asdict(self)
@@ -189,7 +200,6 @@ class StochDPOConfig:
             ("truncation_mode", ("keep_end", "keep_start")),
             ("attn_implementation", ("auto", "flash_attn", "torch", "sdpa")),
             ("coefficient", ("sampled",)),
-            ("report_to", ("none",)),
             ("lr_scheduler_type", LR_SCHEDULERS),
         ):
             _require_choice(key, getattr(self, key), allowed)
@@ -198,6 +208,11 @@ class StochDPOConfig:
             _require_bool(key, getattr(self, key))
         if self.bf16 is not None:
             _require_bool("bf16", self.bf16)
+        named = self.report_to.split(",") if isinstance(self.report_to, str) else []
+        if self.report_to != "none" and (not named or not {n.strip() for n in named} <= set(TRACKERS)):
+            raise ConfigError(
+                f"report_to is {self.report_to!r}; allowed: none, or any of {', '.join(TRACKERS)}, joined by commas."
+            )
 
     def _check_loss(self) -> None:
         _require_number("beta", self.beta, low=0.0, low_open=True)

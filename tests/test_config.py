@@ -15,6 +15,7 @@ from ds_stochdpo.config import (
     POSITION_SAMPLERS,
     PREFIX_SAMPLERS,
     PREFIX_WEIGHTINGS,
+    TRACKERS,
     PruningPlan,
     StochDPOConfig,
 )
@@ -28,7 +29,6 @@ CHOICES = {
     "truncation_mode": ("keep_end", "keep_start"),
     "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
     "coefficient": ("sampled",),
-    "report_to": ("none",),
     "position_sampler": POSITION_SAMPLERS,
     "prefix_sampler": PREFIX_SAMPLERS,
     "prefix_weighting": PREFIX_WEIGHTINGS,
@@ -163,8 +163,21 @@ def test_an_unknown_choice_is_refused_with_the_allowed_ones(key):
 def test_every_field_with_choices_is_tested():
     hints = typing.get_type_hints(StochDPOConfig)
     literal = {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal}
-    # report_to is plain text: trackers come later.
-    assert literal == {k: v for k, v in CHOICES.items() if k != "report_to"}
+    assert literal == CHOICES
+
+
+@pytest.mark.parametrize("value", ["bogus", "", "wandb,none", "wandb,,tensorboard", "all", None, 1])
+def test_unknown_trackers_are_refused(value):
+    refused(rf"^report_to is {value!r}; allowed: none, or any of {', '.join(TRACKERS)}, joined by commas\.$",
+            report_to=value)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [("none", ()), ("wandb", ("wandb",)), ("tensorboard, wandb,tensorboard", ("tensorboard", "wandb"))],
+)
+def test_trackers_are_a_list_in_one_word(value, names):
+    assert StochDPOConfig(report_to=value).trackers == names
 
 
 @pytest.mark.parametrize("key", COUNTS)

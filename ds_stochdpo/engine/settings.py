@@ -19,6 +19,9 @@ from ds_stochdpo.pruning import check_prefix_feasible
 _NEVER = 2**31 - 1
 """For `steps_per_print`: our own log speaks, DeepSpeed's does not."""
 
+_MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
+"""Sections with which DeepSpeed 0.19.8 logs by itself."""
+
 _SHARED: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("per_device_train_batch_size", ("train_micro_batch_size_per_gpu",), 8),
     ("gradient_accumulation_steps", ("gradient_accumulation_steps",), 1),
@@ -67,6 +70,12 @@ def resolve_settings(
     _check_shape(ds)
     if "scheduler" in ds:
         raise ConfigError("the DeepSpeed JSON has a scheduler section; remove it: lr_scheduler_type owns the schedule.")
+    for monitor in _MONITORS:
+        if ds.get(monitor, {}).get("enabled"):
+            raise ConfigError(
+                f"{monitor}.enabled is true in the DeepSpeed JSON, which would log the surrogate as train_loss; "
+                "remove the section and name the tracker in report_to."
+            )
     values = {key: _agree(key, getattr(config, key), path, ds, default) for key, path, default in _SHARED}
     config = dataclasses.replace(config, **values)
     _check_train_batch(config, ds, world_size)

@@ -16,12 +16,14 @@ from typing import Any
 
 from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.pruning.draws import PairDraw
+from ds_stochdpo.train.trackers import TENSORBOARD_FOLDER, Tracker, log_line
 
 logger = logging.getLogger(__name__)
 
 RUN_FILES = ("metrics.jsonl", "run.json", "draws.jsonl", "report.html", "report.png")
 """Written while a run goes on. The model beside them is replaced by the export, not before."""
 _WEIGHTS = "model*.safetensors"
+_EVENTS = f"{TENSORBOARD_FOLDER}/events.out.tfevents.*"
 _PACKAGES = ("ds_stochdpo", "torch", "deepspeed", "transformers", "datasets", "safetensors", "flash_attn")
 
 
@@ -48,7 +50,7 @@ def claim_output_dir(folder: Path, *, overwrite: bool, inputs: Mapping[str, str 
             raise ConfigError(
                 f"output_dir is {folder}, which is {key} too; the trained model would replace it: name another folder."
             )
-    stale = [folder / name for name in RUN_FILES if (folder / name).exists()]
+    stale = [folder / name for name in RUN_FILES if (folder / name).exists()] + sorted(folder.glob(_EVENTS))
     found = [*stale, *sorted(folder.glob(_WEIGHTS))]
     if found and not overwrite:
         raise ConfigError(
@@ -59,7 +61,13 @@ def claim_output_dir(folder: Path, *, overwrite: bool, inputs: Mapping[str, str 
 
 
 class RunRecord:
-    """Writes the files of one run; does nothing on ranks that do not write."""
+    """Writes the files of one run; does nothing on ranks that do not write.
+
+    As a context manager it closes its trackers at the end.
+
+    Attributes:
+        trackers: They get every line of metrics.jsonl too.
+    """
 
     def __init__(self, folder: Path, *, writes: bool, stale: Sequence[Path] = ()) -> None:
         """Start the files.
@@ -70,6 +78,7 @@ class RunRecord:
             stale: Files of an earlier run to remove first.
         """
         self.folder, self.writes = folder, writes
+        self.trackers: list[Tracker] = []
         if not writes:
             return
         try:
@@ -82,9 +91,17 @@ class RunRecord:
             logger.info("removed from %s: %s", folder, ", ".join(path.name for path in stale))
         self._check_writable()
 
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        for tracker in self.trackers:
+            tracker.close(failed=kind is not None)
+
     def metrics(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl; a number that is not finite is written as null."""
+        """Append one line to metrics.jsonl, where a number that is not finite is null, and send it to the trackers."""
         self._append("metrics.jsonl", {k: _finite(v) for k, v in line.items()})
+        log_line(self.trackers, line)
 
     def draws(self, step: int, pair_ids: Sequence[int], draws: Sequence[PairDraw]) -> None:
         """Append the draws of one optimizer step to draws.jsonl, a line for each pair."""

@@ -35,6 +35,7 @@ from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
 from ds_stochdpo.train.progress import Progress
 from ds_stochdpo.train.record import RunRecord, claim_output_dir, commit, versions
 from ds_stochdpo.train.report import write_report
+from ds_stochdpo.train.trackers import check_trackers, start_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def run_training(config: StochDPOConfig) -> None:
     """
     started = time.time()
     output_dir = Path(config.output_dir)
+    check_trackers(config)
     names = ("model_name_or_path", "ref_model_name_or_path", "dataset_name", "reference_cache_dir")
     inputs = {key: getattr(config, key) for key in names}
     stale = claim_output_dir(output_dir, overwrite=config.overwrite_output_dir, inputs=inputs)
@@ -61,27 +63,39 @@ def run_training(config: StochDPOConfig) -> None:
     train_set, test_set = _load_data(config, tokenizer)
     schedule = plan_schedule(resolved, num_pairs=len(train_set.pairs), world_size=world_size)
     set_seed(config.seed)
+    all_pairs = [*train_set.pairs, *(test_set.pairs if test_set else [])]
     with process_group() as ranks:
-        engine = _build_engine(
-            config, ds, schedule, [*train_set.pairs, *(test_set.pairs if test_set else [])], tokenizer
-        )
+        engine = _build_engine(config, ds, schedule, all_pairs, tokenizer)
         # Only now, when all settings have proved right, does anything of an earlier run go.
-        record = RunRecord(output_dir, writes=ranks.is_main, stale=stale)
-        facts = _facts(engine, train_set, test_set, schedule)
-        record.run(facts)
-        _announce(engine, schedule, train_set)
-        pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
-        test_pairs = _with_reference(engine, test_set, tokenizer, "held-out pairs") if test_set else []
-        if engine.reference is not None and engine.config.reference == "cached":
-            engine.reference.release()
-            engine.reference = None
-        loop = TrainLoop(engine, schedule, record, pairs, test_pairs)
-        loop.run()
-        engine.export(output_dir, tokenizer)
-        record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
+        with RunRecord(output_dir, writes=ranks.is_main, stale=stale) as record:
+            facts = _facts(engine, train_set, test_set, schedule)
+            record.run(facts)
+            record.trackers = start_trackers(engine.config, writes=ranks.is_main)
+            _announce(engine, schedule, train_set)
+            loop = _train(engine, schedule, record, train_set, test_set, tokenizer)
+            engine.export(output_dir, tokenizer)
+            record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
         if ranks.is_main:
             write_report(output_dir)
             _announce_end(loop, output_dir)
+
+
+def _train(
+    engine: StochDPOEngine,
+    schedule: Schedule,
+    record: RunRecord,
+    train_set: PairSet,
+    test_set: PairSet | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TrainLoop:
+    pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
+    test_pairs = _with_reference(engine, test_set, tokenizer, "held-out pairs") if test_set else []
+    if engine.reference is not None and engine.config.reference == "cached":
+        engine.reference.release()
+        engine.reference = None
+    loop = TrainLoop(engine, schedule, record, pairs, test_pairs)
+    loop.run()
+    return loop
 
 
 def _load_data(config: StochDPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PairSet, PairSet | None]:

@@ -73,6 +73,7 @@ def test_numbers_of_the_json_stand_where_ours_are_unset():
          ["63", "per_device_train_batch_size 4", "gradient_accumulation_steps 8", "2 ranks", "= 64"]),
         ({"scheduler": {"type": "WarmupLR"}}, {}, ["scheduler", "lr_scheduler_type"]),
         ({"fp16": {"enabled": True}}, {}, ["fp16.enabled", "bf16"]),
+        ({"tensorboard": {"enabled": True}}, {}, ["tensorboard.enabled", "surrogate", "report_to"]),
         ({"zero_optimization": {"stage": 0}}, {"bf16": True}, ["stage 0", "drift"]),
         ({"bf16": {"enabled": True}}, {"bf16": False}, ["bf16", "bf16.enabled"]),
     ],
