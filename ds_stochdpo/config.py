@@ -90,7 +90,18 @@ class StochDPOConfig:
     )
     output_dir: str = _doc("outputs", "Folder for the final model, metrics.jsonl, run.json and the report.")
     overwrite_output_dir: bool = _doc(False, "Replace what an earlier run left in output_dir.")
-    deepspeed: str | None = _doc(None, "Path of the DeepSpeed JSON. None: ZeRO stage 0.")
+    deepspeed: str | None = _doc(
+        None, "Path of the DeepSpeed JSON. None: ZeRO stage 0. In ds_configs: zero2 (GPUs that each hold all weights), "
+        "zero3 (GPUs, everything sharded), zero3_offload (GPUs with too little memory for that: weights and optimizer "
+        "wait in host memory, slower), zero3_cpu (no GPU).",
+    )  # fmt: skip
+    dry_run: bool = _doc(
+        False, "Check the settings, build the model without weights, print the plan and its predicted sizes, and end."
+    )
+    dry_run_ranks: int | None = _doc(None, "Ranks that a dry run plans for. None: as many as it is started with.")
+    dry_run_model_config: str | None = _doc(
+        None, "config.json that a dry run takes for a model that is not on disk; training does not read it."
+    )
 
     beta: float = _doc(0.1, "Strength of the preference loss; rewards are beta times the log-ratio.")
     loss_type: Literal["sigmoid", "robust", "hinge"] = _doc(
@@ -203,7 +214,7 @@ class StochDPOConfig:
             ("lr_scheduler_type", LR_SCHEDULERS),
         ):
             _require_choice(key, getattr(self, key), allowed)
-        for key in ("overwrite_output_dir", "gradient_checkpointing", "share_prompt", "share_response_start",
+        for key in ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
                     "log_draws", "score_recompute"):  # fmt: skip
             _require_bool(key, getattr(self, key))
         if self.bf16 is not None:
@@ -239,7 +250,7 @@ class StochDPOConfig:
             )
 
     def _check_sizes(self) -> None:
-        optional = ("max_length", "max_prompt_length", "max_samples", "per_device_train_batch_size",
+        optional = ("max_length", "max_prompt_length", "max_samples", "per_device_train_batch_size", "dry_run_ranks",
                     "gradient_accumulation_steps", "max_tokens_per_micro_batch", "eval_steps")  # fmt: skip
         for key in optional:
             if getattr(self, key) is not None:

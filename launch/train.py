@@ -2,7 +2,7 @@
 
 deepspeed launch/train.py --config launch/recipes/quickstart.yaml [--key value ...]
 
-Also under torchrun and plain python. `--help` lists every setting.
+Also under torchrun and plain python. `--help` lists every setting; `--dry_run` prints the plan and its sizes, and ends.
 """
 
 import logging
@@ -13,7 +13,7 @@ import warnings
 from transformers.utils import logging as transformers_logging
 
 from ds_stochdpo.errors import StochDPOError
-from ds_stochdpo.train import parse_settings, run_training
+from ds_stochdpo.train import dry_run, parse_settings, run_training
 
 EXIT_MISTAKE = 2
 """Exit code for wrong settings, data or model, and for a loss that is not finite."""
@@ -33,7 +33,13 @@ def main() -> int:
     if rank != 0 or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     try:
-        run_training(parse_settings(sys.argv[1:]))
+        config = parse_settings(sys.argv[1:])
+        if config.dry_run:
+            plan = dry_run(config)
+            if rank == 0:
+                print(plan)
+            return 0
+        run_training(config)
     except StochDPOError as error:
         print(f"error [rank {rank}]: {error}", file=sys.stderr, flush=True)
         return EXIT_MISTAKE

@@ -45,6 +45,7 @@ COUNTS = (
     "gradient_accumulation_steps",
     "max_tokens_per_micro_batch",
     "eval_steps",
+    "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
 )
@@ -309,7 +310,7 @@ def test_smoothing_that_leaves_no_preference_is_warned_of():
         StochDPOConfig(label_smoothing=0.5)
 
 
-SWITCHES = ("overwrite_output_dir", "gradient_checkpointing", "share_prompt", "share_response_start", "log_draws",
+SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start", "log_draws",
             "score_recompute", "bf16")  # fmt: skip
 
 

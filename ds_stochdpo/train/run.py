@@ -31,6 +31,7 @@ from ds_stochdpo.engine import (
     resolve_settings,
     weights_digest,
 )
+from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
 from ds_stochdpo.train.progress import Progress
 from ds_stochdpo.train.record import RunRecord, claim_output_dir, commit, versions
@@ -51,6 +52,8 @@ def run_training(config: StochDPOConfig) -> None:
     Raises:
         StochDPOError: If settings, data or model are wrong, a loss is not finite, or the export does not verify.
     """
+    if config.dry_run:
+        raise ConfigError("dry_run is true, but run_training trains; call ds_stochdpo.train.dry_run for the plan.")
     started = time.time()
     output_dir = Path(config.output_dir)
     check_trackers(config)

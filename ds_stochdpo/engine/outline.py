@@ -1,0 +1,81 @@
+"""A model without its weights: its config from disk, its modules on the meta device. Entry: `model_outline`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ds_stochdpo.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class ModelOutline:
+    """What is known of a model before its weights are there.
+
+    Attributes:
+        lm: The causal LM on the meta device: shapes, and no memory.
+        source: Where its config was read.
+        tokenizer: Its tokenizer; None where the model is not on disk.
+    """
+
+    lm: PreTrainedModel
+    source: str
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the model; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.lm.parameters())
+
+
+def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutline:
+    """Build a model on the meta device without reaching the network.
+
+    Args:
+        model_name_or_path: Folder, or hub name of a model that may be in the cache.
+        config_file: A config.json to use where the model is not on disk; None: there is none.
+
+    Returns:
+        The outline.
+
+    Raises:
+        ConfigError: If neither gives a config, or transformers has no causal LM for it.
+    """
+    if not model_name_or_path:
+        raise ConfigError("model_name_or_path is empty; name a folder or a hub model.")
+    tokenizer = None
+    try:
+        model_config = AutoConfig.from_pretrained(model_name_or_path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, local_files_only=True)
+        source = model_name_or_path
+    except (OSError, ValueError) as error:
+        if config_file is None:
+            raise ConfigError(
+                f"model_name_or_path is {model_name_or_path!r}, which is not on disk, and a dry run downloads nothing; "
+                "name a config.json of that architecture in dry_run_model_config."
+            ) from error
+        model_config, source = _read_config(Path(config_file)), config_file
+    try:
+        with torch.device("meta"):
+            lm = AutoModelForCausalLM.from_config(model_config)
+    except ValueError as error:
+        raise ConfigError(
+            f"{source}: transformers builds no causal LM from it: {str(error).splitlines()[0]}"
+        ) from error
+    return ModelOutline(lm, source, tokenizer)
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"dry_run_model_config is {str(path)!r}, which cannot be read: {error.strerror}.") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"dry_run_model_config is {str(path)!r}, which is no config.json of a model: {str(error).splitlines()[0]}"
+        ) from error
