@@ -310,8 +310,8 @@ def test_smoothing_that_leaves_no_preference_is_warned_of():
         StochDPOConfig(label_smoothing=0.5)
 
 
-SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start", "log_draws",
-            "score_recompute", "bf16")  # fmt: skip
+SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
+            "log_draws", "score_recompute", "bf16")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)

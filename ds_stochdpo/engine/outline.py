@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ds_stochdpo.engine.loading import load_tokenizer
 from ds_stochdpo.errors import ConfigError
 
 
@@ -48,18 +49,17 @@ def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutl
     """
     if not model_name_or_path:
         raise ConfigError("model_name_or_path is empty; name a folder or a hub model.")
-    tokenizer = None
     try:
         model_config = AutoConfig.from_pretrained(model_name_or_path, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, local_files_only=True)
-        source = model_name_or_path
     except (OSError, ValueError) as error:
         if config_file is None:
             raise ConfigError(
                 f"model_name_or_path is {model_name_or_path!r}, which is not on disk, and a dry run downloads nothing; "
                 "name a config.json of that architecture in dry_run_model_config."
             ) from error
-        model_config, source = _read_config(Path(config_file)), config_file
+        model_config, source, tokenizer = _read_config(Path(config_file)), config_file, None
+    else:
+        source, tokenizer = model_name_or_path, _tokenizer_on_disk(model_name_or_path)
     try:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(model_config)
@@ -68,6 +68,16 @@ def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutl
             f"{source}: transformers builds no causal LM from it: {str(error).splitlines()[0]}"
         ) from error
     return ModelOutline(lm, source, tokenizer)
+
+
+def _tokenizer_on_disk(model_name_or_path: str) -> PreTrainedTokenizerBase | None:
+    if Path(model_name_or_path).is_dir():
+        # A folder is whole or wrong; of a hub model the cache may hold the config alone.
+        return load_tokenizer(model_name_or_path)
+    try:
+        return AutoTokenizer.from_pretrained(model_name_or_path, local_files_only=True)
+    except (OSError, ValueError):
+        return None
 
 
 def _read_config(path: Path) -> Any:

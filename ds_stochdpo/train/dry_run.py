@@ -150,9 +150,10 @@ def _step_lines(config: StochDPOConfig, counts: Forecast, world_size: int, num_p
     schedule = plan_schedule(config, num_pairs=num_pairs or 1, world_size=world_size)
     budget = config.max_tokens_per_micro_batch
     cut = f"cut at {budget} tokens" if budget else "no token budget"
+    pairs, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
     lines = [
-        f"optimizer step  {schedule.pairs_per_step} pairs = {world_size} ranks x {config.per_device_train_batch_size} x "
-        f"{config.gradient_accumulation_steps}; {counts.micro_batches} micro-batch(es) a rank, {cut}"
+        f"optimizer step  {schedule.pairs_per_step} pairs = {world_size} ranks x {pairs} x {steps}; "
+        f"{counts.micro_batches} micro-batch(es) a rank, {cut}"
     ]
     if num_pairs is not None:
         lines.append(f"steps           {schedule.total_steps}, {schedule.warmup_steps} of them warm-up")

@@ -155,6 +155,18 @@ def test_a_config_that_is_no_supported_model_is_refused(folder, tmp_path, text, 
         dry_run(settings_of(folder, model_name_or_path="some/hub-model", dry_run_model_config=str(path)))
 
 
+def test_a_folder_without_tokenizer_is_refused_and_not_replaced(folder, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "model" / "config.json").read_text())
+    with pytest.raises(ConfigError, match="no tokenizer loads from it"):
+        dry_run(
+            settings_of(
+                folder,
+                model_name_or_path=str(tmp_path),
+                dry_run_model_config=str(SHAPES / "smollm2-135m.json"),
+            )
+        )
+
+
 def test_training_refuses_a_dry_run(folder):
     with pytest.raises(ConfigError, match="dry_run is true"):
         run_training(settings_of(folder))
