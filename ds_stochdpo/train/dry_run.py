@@ -26,7 +26,7 @@ from ds_stochdpo.pruning.memory import (
 )
 from ds_stochdpo.train.forecast import Forecast, assumed_pairs, forecast
 from ds_stochdpo.train.loop import plan_schedule
-from ds_stochdpo.train.record import claim_output_dir
+from ds_stochdpo.train.record import claim_for
 from ds_stochdpo.train.trackers import check_trackers
 
 FEWEST_PAIRS = 64
@@ -53,7 +53,7 @@ def dry_run(config: StochDPOConfig) -> str:
     """
     world_size = config.dry_run_ranks or int(os.environ.get("WORLD_SIZE", "1"))
     check_trackers(config)
-    claim_output_dir(Path(config.output_dir), overwrite=config.overwrite_output_dir)
+    claim_for(config)
     resolved, ds = resolve_settings(config, config.deepspeed, world_size=world_size)
     outline = model_outline(config.model_name_or_path, config.dry_run_model_config)
     shape = family_of(outline.lm).shape(outline.lm.config)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.pruning.draws import PairDraw
 from ds_stochdpo.train.trackers import TENSORBOARD_FOLDER, Tracker, log_line
@@ -58,6 +59,13 @@ def claim_output_dir(folder: Path, *, overwrite: bool, inputs: Mapping[str, str 
             "name another folder, or set overwrite_output_dir: true."
         )
     return stale
+
+
+def claim_for(config: StochDPOConfig) -> list[Path]:
+    """`claim_output_dir` for the run of these settings."""
+    names = ("model_name_or_path", "ref_model_name_or_path", "dataset_name", "reference_cache_dir")
+    inputs = {key: getattr(config, key) for key in names}
+    return claim_output_dir(Path(config.output_dir), overwrite=config.overwrite_output_dir, inputs=inputs)
 
 
 class RunRecord:

@@ -34,7 +34,7 @@ from ds_stochdpo.engine import (
 from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
 from ds_stochdpo.train.progress import Progress
-from ds_stochdpo.train.record import RunRecord, claim_output_dir, commit, versions
+from ds_stochdpo.train.record import RunRecord, claim_for, commit, versions
 from ds_stochdpo.train.report import write_report
 from ds_stochdpo.train.trackers import check_trackers, start_trackers
 
@@ -57,9 +57,7 @@ def run_training(config: StochDPOConfig) -> None:
     started = time.time()
     output_dir = Path(config.output_dir)
     check_trackers(config)
-    names = ("model_name_or_path", "ref_model_name_or_path", "dataset_name", "reference_cache_dir")
-    inputs = {key: getattr(config, key) for key in names}
-    stale = claim_output_dir(output_dir, overwrite=config.overwrite_output_dir, inputs=inputs)
+    stale = claim_for(config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolved, ds = resolve_settings(config, config.deepspeed, world_size=world_size)
     tokenizer = load_tokenizer(config.model_name_or_path)

@@ -135,8 +135,8 @@ def test_event_files_of_an_earlier_run_go_with_it(tmp_path):
     events.parent.mkdir()
     events.write_text("x")
     with pytest.raises(ConfigError, match="overwrite_output_dir"):
-        claim_output_dir(tmp_path, overwrite=False)
-    RunRecord(tmp_path, writes=True, stale=claim_output_dir(tmp_path, overwrite=True))
+        claim_output_dir(tmp_path, overwrite=False, inputs={})
+    RunRecord(tmp_path, writes=True, stale=claim_output_dir(tmp_path, overwrite=True, inputs={}))
     assert not events.exists()
 
 
