@@ -73,6 +73,22 @@ def tiny_gpt2(vocab=347, *, dropout=0.0, seed=0, context=256, **config):
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocab, n_positions=context, **settings))
 
 
+def tiny_model(kind, vocab=347, *, tie=False, seed=0, context=256, **config):
+    """Two-layer model of any `model_type` with Llama's setting names; random weights from `seed`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+    settings = {**sizes, **tokens, "num_key_value_heads": 2, **config}
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            kind, vocab_size=vocab, max_position_embeddings=context, tie_word_embeddings=tie, **settings
+        )
+    )
+
+
 def pair_rows(count=24):
     """Short string pairs whose responses differ in length and content."""
     return [

@@ -31,6 +31,7 @@ class Family:
         attention_softcap: Setting that caps attention scores.
         expert_ffn: Setting with the inner width of one expert; empty for dense models.
         router: Router of the experts, as a path below a layer; dense layers among sparse ones lack it.
+        experts: The experts themselves, likewise.
     """
 
     layers: str = "layers"
@@ -45,6 +46,7 @@ class Family:
     attention_softcap: str = ""
     expert_ffn: str = ""
     router: str = ""
+    experts: str = ""
 
     def scoring(self, config: Any, options: ScoringOptions) -> ScoringOptions:
         """Scoring options with the logit changes the model's config asks for."""
@@ -95,8 +97,8 @@ FAMILIES: dict[str, Family] = {
     # transformers 5.24 keeps attn_logit_softcapping in Gemma3's config and never passes it to the attention.
     "gemma3_text": Family(rotary_by_layer_type=True),
     "granite": Family(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
-    "qwen3_moe": Family(expert_ffn="moe_intermediate_size", router="mlp.gate"),
-    "mixtral": Family(expert_ffn="intermediate_size", router="mlp.gate"),
+    "qwen3_moe": Family(expert_ffn="moe_intermediate_size", router="mlp.gate", experts="mlp.experts"),
+    "mixtral": Family(expert_ffn="intermediate_size", router="mlp.gate", experts="mlp.experts"),
     "gpt2": Family("h", "ln_f", (("wte", False), ("wpe", True)), "", norm_keeps_rows=True, ffn_matrices=2),
 }
 """Keyed by `config.model_type`; each is tested against the model's own forward."""

@@ -77,9 +77,14 @@ def softcap_attention(
 
 def _capped_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        return _capped_softmax(query, key.to(dtype), value.to(dtype), mask, scale, softcap)
+
+
+def _capped_softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     # Query heads of one key head stand in a dimension of their own, so that keys are not repeated in memory.
     grouped = query.unflatten(1, (key.shape[1], -1))
-    scores = grouped.to(dtype) @ key.to(dtype).unsqueeze(2).transpose(-1, -2)
+    scores = grouped.to(key.dtype) @ key.unsqueeze(2).transpose(-1, -2)
     scores = torch.tanh(scores * (scale / softcap)) * softcap
     weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1)
-    return (weights @ value.to(dtype).unsqueeze(2)).flatten(1, 2).to(query.dtype)
+    return (weights @ value.unsqueeze(2)).flatten(1, 2).to(query.dtype)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.errors import ModelError
 from ds_stochdpo.model.attention import ATTENTION_NAME, Backend, LaneCall
+from ds_stochdpo.model.experts import TwoLaneExperts, TwoLaneRouter
 from ds_stochdpo.model.families import Family, family_of, rotary_limit
 from ds_stochdpo.model.scoring import ScoringHead, ScoringOptions
 from ds_stochdpo.packing.lanes import LaneLayout
@@ -35,17 +36,22 @@ class LaneState:
         frozen_hidden: Hidden states of the frozen lane [1, T, D].
         frozen_rotary: Rotary embedding of the frozen lane's positions, keyed by layer type (None: all layers).
         frozen_rows_KD: Normed hidden states to score without gradient.
+        counts_routing: Routers add to `routing_sums` what they choose.
+        routing_sums: See `balance_loss`; outlives a forward, until it is taken.
     """
 
     def __init__(self, backend: Backend, checkpoints_live: bool) -> None:
         self.backend = backend
         self.checkpoints_live = checkpoints_live
         self._layout: LaneLayout | None = None
+        self.counts_routing = False
+        self.routing_sums: Tensor | None = None
         self.clear()
 
     def clear(self) -> None:
         """Forget the micro-batch and every tensor of it."""
         self._layout = None
+        self.counts_routing = False
         self.frozen_hidden: Tensor | None = None
         self.frozen_rotary: dict[str | None, Any] = {}
         self.frozen_rows_KD: Tensor | None = None
@@ -123,8 +129,13 @@ class TwoLaneLayer:
         if len(layout.prompt_rows_C):
             call.capture_rows_C = layout.prompt_rows_C
 
+        is_training = torch.is_grad_enabled() and layout.num_pairs > 0
+
         def run_live(live_hidden: Tensor) -> Tensor:
-            return layer(live_hidden, *args, lane=call, **kwargs)
+            state.counts_routing = is_training and call.is_open
+            output = layer(live_hidden, *args, lane=call, **kwargs)
+            state.counts_routing = False
+            return output
 
         if state.checkpoints_live and torch.is_grad_enabled():
             # Nothing random is drawn inside a layer, so the RNG state need not be kept for the recomputation.
@@ -231,6 +242,15 @@ class TwoLaneModel(nn.Module):
                     "or less."
                 )
 
+    def take_routing(self, device: torch.device) -> Tensor | None:
+        """Routing of the live lanes since the last call: sums for `balance_loss`, float64; None for dense models."""
+        if not self.family.router:
+            return None
+        sums, self.lane_state.routing_sums = self.lane_state.routing_sums, None
+        if sums is None:
+            return torch.zeros(2 * self.lm.config.num_experts + 1, dtype=torch.float64, device=device)
+        return sums
+
     def forward(self, layout: LaneLayout) -> tuple[Tensor, Tensor]:
         """Score the sampled tokens of both lanes.
 
@@ -275,6 +295,10 @@ def _convert(lm: PreTrainedModel, family: Family, state: LaneState, scoring: Sco
     layers = [_swap(layer, TwoLaneLayer, state) for layer in base.get_submodule(family.layers).children()]
     for layer, layer_type in zip(layers, _layer_types(lm, family), strict=True):
         layer.rotary_type = layer_type
+        for path, mixin in ((family.router, TwoLaneRouter), (family.experts, TwoLaneExperts)):
+            part = dict(layer.named_modules()).get(path) if path else None
+            if part is not None:
+                _swap(part, mixin, state)
     _swap(base.get_submodule(family.norm), TwoLaneNorm, state).keeps_rows = family.norm_keeps_rows
     head = lm.get_output_embeddings()
     head.__class__ = ScoringHead

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from ds_stochdpo.config import PruningPlan
 from ds_stochdpo.model import ScoringOptions, TwoLaneModel, choose_backend, chunked_logps
-from ds_stochdpo.model.attention import sdpa_backend
+from ds_stochdpo.model.attention import flash_backend, sdpa_backend
 from ds_stochdpo.packing import AttentionSegments, pack_lanes
 from ds_stochdpo.pruning import draw_pairs
+from tests.model.varlen_reference import FlashSpy
 from tests.oracle import random_pairs
 
 pytestmark = [
@@ -48,9 +49,9 @@ def packed(device, heads=8, kv_heads=2, dim=64, seed=0):
     return [torch.randn(1, h, n, dim, device=device).bfloat16() for h, n in shapes]
 
 
-def with_gradients(backend, inputs, segments, window):
+def with_gradients(backend, inputs, segments, window, softcap=None):
     inputs = [x.detach().requires_grad_() for x in inputs]
-    output = backend(*inputs, segments, 0.125, window)
+    output = backend(*inputs, segments, 0.125, window, softcap)
     probe = torch.sin(torch.arange(output.numel(), device=output.device)).view_as(output).to(output.dtype)
     return [x.float() for x in (output, *torch.autograd.grad((output * probe).sum(), inputs))]
 
@@ -77,6 +78,18 @@ def test_kernel_and_its_gradients_are_as_near_to_fp32_as_sdpa(name, heads, windo
     truth = with_gradients(sdpa_backend, [x.float() for x in inputs], segments, window)
     plain = with_gradients(sdpa_backend, inputs, segments, window)
     assert_near(with_gradients(kernel(name), inputs, segments, window), plain, truth)
+
+
+@pytest.mark.parametrize("window", [None, 48], ids=["open", "window"])
+@pytest.mark.parametrize("name", [pytest.param("sdpa"), *(k for k in KERNELS if k.values[0] == "flash_attn")])
+def test_capped_scores_and_their_gradients_are_as_near_to_fp32_as_plain_torch(name, window):
+    inputs, segments = packed(DEVICE), segments_on(DEVICE)
+    truth = with_gradients(sdpa_backend, [x.float() for x in inputs], segments, window, softcap=1.5)
+    plain = with_gradients(flash_backend(FlashSpy()), inputs, segments, window, softcap=1.5)
+    backend = choose_backend(name, torch.device("cuda"), torch.bfloat16, caps_attention=True)[1]
+    assert_near(with_gradients(backend, inputs, segments, window, softcap=1.5), plain, truth)
+    uncapped = with_gradients(sdpa_backend, [x.float() for x in inputs], segments, window)
+    assert (uncapped[0] - truth[0]).norm() > 0.05 * truth[0].norm()
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -140,6 +153,8 @@ def test_whole_model_is_as_near_to_fp32_as_with_sdpa(name, kind, checkpointing):
 def test_auto_picks_a_varlen_kernel_in_half_precision_and_sdpa_in_fp32():
     want = "flash_attn" if HAS_FLASH else "torch"
     assert choose_backend("auto", torch.device("cuda"), torch.bfloat16)[0] == want
+    capped = "flash_attn" if HAS_FLASH else "sdpa"
+    assert choose_backend("auto", torch.device("cuda"), torch.bfloat16, caps_attention=True)[0] == capped
     assert choose_backend("auto", torch.device("cuda"), torch.float32)[0] == "sdpa"
 
 

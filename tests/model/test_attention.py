@@ -234,6 +234,8 @@ def test_capped_scores_of_16_bit_inputs_are_computed_in_fp32(dtype):
     want = sdpa_backend(*(x.float() for x in inputs), segments, 0.3, None, 0.7)
     assert got.dtype == dtype
     assert torch.equal(got, want.to(dtype))
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(sdpa_backend(*inputs, segments, 0.3, None, 0.7), got)
 
 
 def test_sdpa_tiles_hold_no_more_mask_elements_than_allowed(monkeypatch):

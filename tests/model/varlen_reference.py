@@ -16,9 +16,9 @@ def explicit_attention(q, k, v, scale, window, counts, softcap=0.0):
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     num_q, num_k = len(q), len(k)
     assert 1 <= num_q <= num_k, "a segment has queries, and at least as many keys"
-    own_key = torch.arange(num_k - num_q, num_k)[:, None]
-    distance = own_key - torch.arange(num_k)
-    is_seen = torch.ones(num_q, num_k, dtype=torch.bool)
+    own_key = torch.arange(num_k - num_q, num_k, device=q.device)[:, None]
+    distance = own_key - torch.arange(num_k, device=q.device)
+    is_seen = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device)
     if window[0] >= 0:
         is_seen &= distance <= window[0]
     if window[1] >= 0:

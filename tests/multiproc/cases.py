@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.oracle import branch_logps, random_pairs
-from tests.tiny import tiny_gpt2, tiny_llama
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_model
 
 VOCAB = 97
 BETA = 0.3
@@ -26,10 +26,46 @@ PRUNED_OTHERWISE = {
 STEP_LENGTHS = [(6, 19, 5), (4, 12, 17), (9, 3, 11), (2, 14, 16), (3, 1, 6), (2, 5, 1), (1, 1, 1), (4, 2, 1)]
 
 
+# Windows shorter than the rows, caps low and multipliers far enough from 1 to move every score.
+OTHER_FAMILIES = {
+    "gemma2": {
+        "sliding_window": 5,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "granite": {
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 1.5,
+    },
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {
+        "intermediate_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "router_jitter_noise": 0.1,
+    },
+}
+
+
 def model(kind="llama", *, tie=False, layers=NUM_LAYERS):
     """Random weights large enough that every margin and every gradient counts; the same in every process."""
     if kind == "gpt2":
         return tiny_gpt2(VOCAB, n_layer=layers, initializer_range=0.2)
+    if kind in OTHER_FAMILIES:
+        settings = OTHER_FAMILIES[kind]
+        return tiny_model(kind, VOCAB, tie=tie, num_hidden_layers=layers, initializer_range=0.2, **settings)
     return tiny_llama(VOCAB, tie=tie, num_hidden_layers=layers, initializer_range=0.2)
 
 

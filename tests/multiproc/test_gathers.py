@@ -21,6 +21,7 @@ class Run:
 
     pruning: dict
     tie: bool = False
+    kind: str = "llama"
     checkpointing: bool = False
     micro_batches: int = 1
     # Deliberate faults, to see that the meter notices them.
@@ -39,6 +40,8 @@ RUNS = {
     "pruned-tied-recompute": Run(cases.PRUNED, tie=True, checkpointing=True),
     "exact-untied-2": Run(EXACT, micro_batches=2),
     "pruned-untied-2": Run(cases.PRUNED, micro_batches=2),
+    "pruned-qwen3_moe": Run(cases.PRUNED, kind="qwen3_moe"),
+    "pruned-mixtral-recompute": Run(cases.PRUNED, kind="mixtral", checkpointing=True),
     "pruned-untied-evaluated": Run(cases.PRUNED, evaluates=True),
 }
 FAULTS = {
@@ -77,7 +80,7 @@ def measure(runs, folder):
     done = {}
     with process_group() as ranks:
         for name, run in runs.items():
-            lm = cases.model(tie=run.tie, layers=LAYERS)
+            lm = cases.model(run.kind, tie=run.tie, layers=LAYERS)
             # Before the model is partitioned and its classes are changed.
             sizes = module_sizes(lm)
             engine = ds_stochdpo.initialize(

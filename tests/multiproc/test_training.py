@@ -49,6 +49,10 @@ CASES = {
     "z3-untied-adamw-recompute-engine-draws": Case(3, optimizer="ADAMW", checkpointing=True, gives_draws=False),
     "z3-tied-adamw": Case(3, tie=True, optimizer="ADAMW", pruning="PRUNED_OTHERWISE", share_prompt=False),
     "z3-gpt2-sgd": Case(3, tie=True, kind="gpt2", gives_draws=False, pruning="PRUNED_OTHERWISE"),
+    "z3-gemma2-sgd-recompute": Case(3, tie=True, kind="gemma2", checkpointing=True),
+    "z3-granite-adamw": Case(3, tie=True, kind="granite", optimizer="ADAMW", pruning="PRUNED_OTHERWISE"),
+    "z3-qwen3_moe-sgd": Case(3, kind="qwen3_moe", gives_draws=False, pruning="PRUNED_OTHERWISE"),
+    "z3-mixtral-sgd-recompute-empty-rank": Case(3, kind="mixtral", checkpointing=True, num_first=(8, 4, 0, 8)),
     "z1-tied-sgd-recompute": Case(1, tie=True, checkpointing=True),
     "z2-untied-adamw-engine-draws": Case(2, optimizer="ADAMW", gives_draws=False, pruning="PRUNED_OTHERWISE"),
     "z3-empty-rank": Case(3, num_first=(8, 4, 0, 8), micro_pairs=3, checkpointing=True),
@@ -185,6 +189,16 @@ def test_ranks_kept_different_branches_and_ran_different_micro_batches(two_ranks
         sizes = [[sum(map(len, step)) for step in r[name]["micro_batches"]] for r in results]
         assert 0 in sizes[1]
         assert [a + b for a, b in zip(*sizes, strict=True)] == [8] * cases.NUM_STEPS
+
+
+def test_models_with_experts_report_the_balance_of_their_routers(two_ranks):
+    results, _ = two_ranks
+    for name, case in CASES.items():
+        for metrics in results[0][name]["metrics"]:
+            if "num_experts_per_tok" not in cases.OTHER_FAMILIES.get(case.kind, {}):
+                assert "router/aux_loss" not in metrics
+            else:
+                assert 2.0 <= metrics["router/aux_loss"] < 6.0
 
 
 def test_metrics_are_equal_on_all_ranks(two_ranks):
