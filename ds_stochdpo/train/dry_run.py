@@ -179,6 +179,10 @@ def _memory_lines(
 ) -> list[str]:
     width = state.weight_bytes
     kinds = model_state(num_weights, state)
+    if config.reference == "online":
+        # Always sharded, whatever the policy's stage; taken to be as large as the policy.
+        share = -(-num_weights // state.world_size) * width
+        kinds["weights of the reference"] = Held(host=share) if state.weights_on_host else Held(share)
     size = {"live_tokens": counts.live_tokens, "frozen_tokens": counts.frozen_tokens, "weight_bytes": width}
     layers = {on: activation_bytes(shape, **size, checkpointing=on) for on in (True, False)}
     head = head_bytes(

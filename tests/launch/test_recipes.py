@@ -123,6 +123,11 @@ def test_offload_is_predicted_on_the_host(folder):
     assert row.split()[-2] == "-"
 
 
+def test_an_online_reference_is_counted(folder):
+    assert "weights of the reference" not in dry_run(settings_of(folder))
+    assert "weights of the reference" in dry_run(settings_of(folder, reference="online"))
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
