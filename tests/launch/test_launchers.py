@@ -236,3 +236,14 @@ def test_one_sgd_step_of_the_script_is_the_gradient_of_padded_dpo(job, stage):
     after = load_file(job / f"sgd{stage}" / "model.safetensors")
     gradient = {name: before[name] - after[name] for name in before}
     assert relative_error(gradient, {n: p.grad for n, p in lm.named_parameters()}) < 1e-5
+
+
+@pytest.mark.multiproc
+def test_the_python_example_of_the_readme_runs(job):
+    example = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    script = example.replace("path/to/model", "model").replace("ds_configs/", str(ROOT / "ds_configs") + "/")
+    (job / "example.py").write_text(script, encoding="utf-8")
+    done = launch([sys.executable, "example.py"], job)
+    assert done.returncode == 0, done.stderr[-2000:]
+    trained, start = (load_file(job / name / "model.safetensors") for name in ("aligned", "model"))
+    assert any(not torch.equal(trained[key], value) for key, value in start.items())
