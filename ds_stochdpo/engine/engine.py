@@ -116,7 +116,8 @@ class StochDPOEngine:
         Returns:
             Metrics over all ranks, equal on every rank: the names of `PAIR_MEANS` (means over pairs, estimates from
             what was sampled), `TOKEN_SUMS`, tokens/full (what padding-free DPO would run), grad_norm (before
-            clipping), learning_rate, time/step_s and memory/peak_gib (largest over ranks).
+            clipping), learning_rate, time/step_s and memory/peak_gib (largest over ranks), and
+            for models with experts router/aux_loss, which is no part of the loss.
 
         Raises:
             ConfigError: If pairs lack the reference log-probs that the settings ask for.
@@ -145,6 +146,7 @@ class StochDPOEngine:
         metrics = self._reduce(sums, full, num_pairs_global)
         if not _is_finite(metrics):
             self._stop(step, f"the loss is {metrics['loss']}", pairs)
+        metrics |= self.module.routing_metrics(self.ranks.sum, self.ranks.device)
         metrics["learning_rate"] = self.learning_rate
         self._is_initial_policy = False
         try:
@@ -243,6 +245,8 @@ class StochDPOEngine:
 
     def _pack(self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]) -> LaneLayout:
         self.module.check_lengths(pairs)
+        if self.reference is not None:
+            self.reference.module.check_lengths(pairs)
         layout = pack_lanes(
             pairs,
             draws,

@@ -1,7 +1,6 @@
 """The model side: attention seam, two-lane layers and chunked scoring, on top of transformers."""
 
 from ds_stochdpo.model.attention import choose_backend
-from ds_stochdpo.model.experts import balance_loss
 from ds_stochdpo.model.families import FAMILIES, family_of, family_of_config
 from ds_stochdpo.model.scoring import ScoringHead, ScoringOptions, chunked_logps
 from ds_stochdpo.model.two_lane import TwoLaneModel
@@ -11,7 +10,6 @@ __all__ = [
     "ScoringHead",
     "ScoringOptions",
     "TwoLaneModel",
-    "balance_loss",
     "choose_backend",
     "chunked_logps",
     "family_of",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.errors import ModelError
 from ds_stochdpo.model.attention import ATTENTION_NAME, Backend, LaneCall
-from ds_stochdpo.model.experts import TwoLaneExperts, TwoLaneRouter
+from ds_stochdpo.model.experts import TwoLaneExperts, TwoLaneRouter, balance_loss
 from ds_stochdpo.model.families import Family, family_of, rotary_limit
 from ds_stochdpo.model.scoring import ScoringHead, ScoringOptions
 from ds_stochdpo.packing.lanes import LaneLayout
@@ -242,14 +242,22 @@ class TwoLaneModel(nn.Module):
                     "or less."
                 )
 
-    def take_routing(self, device: torch.device) -> Tensor | None:
-        """Routing of the live lanes since the last call: sums for `balance_loss`, float64; None for dense models."""
+    def routing_metrics(self, sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float]:
+        """Balance of the routers over the live lanes' tokens since the last call, as transformers computes it.
+
+        Args:
+            sum_over_ranks: Adds up a tensor; a collective, so every rank calls this alike.
+            device: Where that tensor is if this rank counted nothing.
+
+        Returns:
+            router/aux_loss; nothing for dense models.
+        """
         if not self.family.router:
-            return None
+            return {}
         sums, self.lane_state.routing_sums = self.lane_state.routing_sums, None
         if sums is None:
-            return torch.zeros(2 * self.lm.config.num_experts + 1, dtype=torch.float64, device=device)
-        return sums
+            sums = torch.zeros(2 * self.lm.config.num_experts + 1, dtype=torch.float64, device=device)
+        return {"router/aux_loss": balance_loss(sum_over_ranks(sums))}
 
     def forward(self, layout: LaneLayout) -> tuple[Tensor, Tensor]:
         """Score the sampled tokens of both lanes.

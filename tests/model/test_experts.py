@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from ds_stochdpo.model import FAMILIES, TwoLaneModel, balance_loss
+from ds_stochdpo.model import FAMILIES, TwoLaneModel
 from ds_stochdpo.model.attention import sdpa_backend
+from ds_stochdpo.model.experts import balance_loss
 from ds_stochdpo.packing import pack_lanes
 from tests.model.gpt2_float64 import full_draws
 from tests.model.test_families import COEFFICIENTS, KEPT, LENGTHS, VOCAB, draws_for, run, tiny
@@ -50,10 +51,14 @@ def test_balance_is_that_of_transformers_over_the_live_tokens_of_all_micro_batch
         live.sum().backward()
     with torch.no_grad():
         model(pack_lanes(pairs, full_draws(pairs)))
-    assert balance_loss(model.take_routing(CPU)) == pytest.approx(float(want), rel=1e-6)
-    # Taken once; nothing was counted since.
-    assert model.take_routing(CPU).tolist() == [0.0] * (2 * config.num_experts + 1)
-    assert np.isnan(balance_loss(model.take_routing(CPU)))
+    sums = model.lane_state.routing_sums
+    assert len(sums) == 2 * config.num_experts + 1
+    # Two ranks that counted the same have the same balance.
+    got = model.routing_metrics(lambda x: 2 * x, CPU)
+    assert got == {"router/aux_loss": pytest.approx(float(want), rel=1e-6)}
+    # Taken once; nothing was counted since, but another rank may have.
+    assert np.isnan(model.routing_metrics(lambda x: x, CPU)["router/aux_loss"])
+    assert model.routing_metrics(lambda x: x + sums, CPU) == got
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +67,7 @@ def test_the_frozen_lane_is_not_counted(kind):
     model = TwoLaneModel(tiny(kind), sdpa_backend)
     model(pack_lanes(pairs, draws_for(pairs, ["chosen"], whole=True)))
     num_sparse = sum(hasattr(layer.mlp, "gate") for layer in model.lm.model.layers)
-    assert model.take_routing(CPU)[-1] == num_sparse * (4 + 5 - 1)
+    assert model.lane_state.routing_sums[-1] == num_sparse * (4 + 5 - 1)
 
 
 def test_even_routing_has_the_least_balance_loss():
@@ -72,7 +77,7 @@ def test_even_routing_has_the_least_balance_loss():
 
 
 def test_a_dense_model_reports_no_routing():
-    assert TwoLaneModel(tiny("llama"), sdpa_backend).take_routing(CPU) is None
+    assert TwoLaneModel(tiny("llama"), sdpa_backend).routing_metrics(lambda x: x, CPU) == {}
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
