@@ -28,6 +28,16 @@ STEP_LENGTHS = [(6, 19, 5), (4, 12, 17), (9, 3, 11), (2, 14, 16), (3, 1, 6), (2,
 
 # Windows shorter than the rows, caps low and multipliers far enough from 1 to move every score.
 OTHER_FAMILIES = {
+    "phi3": {"sliding_window": 6, "partial_rotary_factor": 0.5},
+    "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 5},
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 5,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 4,
+        "final_logit_softcapping": 3.0,
+    },
     "gemma2": {
         "sliding_window": 5,
         "head_dim": 8,

@@ -29,25 +29,27 @@ def damage(kind, file):
         file.write_bytes(b"")
     elif kind == "overwritten":
         file.write_bytes(b"no safetensors file at all, but long enough to have a header")
-    elif kind == "not finite":
-        from safetensors.numpy import load_file, save_file
-
-        tensors = load_file(file)
-        tensors["logps"][3] = np.nan
-        save_file(tensors, file, metadata={"format": "1"})
-    elif kind == "other pairs":
-        from safetensors.numpy import load_file, save_file
-
-        tensors = load_file(file)
-        tensors["lengths"] = tensors["lengths"][::-1].copy()
-        save_file(tensors, file, metadata={"format": "1"})
-    elif kind == "other tensors":
+    else:
+        from safetensors import safe_open
         from safetensors.numpy import save_file
 
-        save_file({"something": np.zeros(3, np.float32)}, file)
+        with safe_open(file, framework="np") as stored:
+            logps, metadata = stored.get_tensor("logps"), stored.metadata()
+        if kind == "not finite":
+            logps[3] = np.nan
+        elif kind == "all zero":
+            logps[:] = 0
+        elif kind == "other pairs":
+            metadata["pairs"] = metadata["pairs"][::-1]
+        elif kind == "other format":
+            metadata["format"] = "1"
+        name = "something" if kind == "other tensors" else "logps"
+        save_file({name: logps}, file, metadata=metadata)
 
 
-DAMAGES = ("truncated", "empty", "overwritten", "not finite", "other pairs", "other tensors")
+DAMAGES = (
+    "truncated", "empty", "overwritten", "not finite", "all zero", "other pairs", "other format", "other tensors"
+)  # fmt: skip
 
 
 def reference_runs(_, folder):
