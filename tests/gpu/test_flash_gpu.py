@@ -190,3 +190,13 @@ def test_scoring_holds_a_few_chunks_and_the_gradients_and_no_more():
     assert peak_extra_bytes(chunked) < gradients + 6 * chunk
     assert peak_extra_bytes(full) > full_logits
     assert gradients + 6 * chunk < full_logits / 2
+
+
+@pytest.mark.skipif(not HAS_FLASH, reason="needs flash-attn: the extra ds_stochdpo[flash]")
+def test_spy_has_the_signature_of_flash_attn():
+    from flash_attn import flash_attn_varlen_func
+
+    from tests.model.test_attention import parameters_of
+    from tests.model.varlen_reference import FlashSpy
+
+    assert parameters_of(FlashSpy()) == parameters_of(flash_attn_varlen_func)

@@ -141,11 +141,12 @@ def test_event_files_of_an_earlier_run_go_with_it(tmp_path):
 
 
 def test_real_tensorboard_events(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator
+
     tracker = TensorBoardTracker(StochDPOConfig(output_dir=str(tmp_path)))
     log_line([tracker], {"step": 2, "loss": 0.5})
     tracker.close(failed=False)
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(2, 0.5)]
 
