@@ -176,7 +176,12 @@ def _evaluation_table(evaluations: list[Line]) -> str:
         change = _number(after - before, signed=True) if before is not None and after is not None else ""
         rows.append((name, _number(before), _number(after), change))
     columns = ("Held-out pairs, nothing sampled", f"step {first['step']}", f"step {last['step']}", "change")
-    return "<h2>Before and after</h2>" + _table(columns, rows, numeric=(1, 2, 3))
+    table = "<h2>Before and after</h2>" + _table(columns, rows, numeric=(1, 2, 3))
+    if first["step"] == 0 and first.get("eval_rewards/margins") == 0:
+        table += (
+            "<p>Before training, policy and reference are the same: every margin is 0, so no pair counts as won.</p>"
+        )
+    return table
 
 
 def _data_table(data: dict[str, Any]) -> str:
