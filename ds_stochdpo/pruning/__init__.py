@@ -10,7 +10,7 @@ METHOD.md beside this file holds the numbered equations and says what is unbiase
 """
 
 from ds_stochdpo.pruning.branches import draw_branches
-from ds_stochdpo.pruning.cost import ModelShape, PairTokens, forward_flops, micro_batch_cost, pair_cost
+from ds_stochdpo.pruning.cost import ModelShape, PairTokens, forward_flops, pair_cost
 from ds_stochdpo.pruning.draws import BranchDraw, PairDraw, draw_pairs, draw_response, full_draw
 from ds_stochdpo.pruning.objective import (
     branch_coefficient,
@@ -38,7 +38,6 @@ __all__ = [
     "full_draw",
     "inclusion_probs",
     "jensen_gap_bound",
-    "micro_batch_cost",
     "num_uniforms",
     "pair_cost",
     "permutation",

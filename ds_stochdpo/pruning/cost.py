@@ -6,7 +6,6 @@ out. Attention counts the pairs of query and key that the causal mask leaves. En
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_stochdpo.pruning.draws import Kept
@@ -108,8 +107,3 @@ def pair_cost(shape: ModelShape, tokens: PairTokens, *, share_prompt: bool = Tru
         )
         total += (LIVE_PASSES if is_live else FROZEN_PASSES) * forward
     return total
-
-
-def micro_batch_cost(shape: ModelShape, pairs: Iterable[PairTokens], *, share_prompt: bool = True) -> int:
-    """Work of a training step on a micro-batch; packed pairs do not attend to each other."""
-    return sum(pair_cost(shape, tokens, share_prompt=share_prompt) for tokens in pairs)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_stochdpo.pruning.cost import ModelShape, PairTokens, forward_flops, micro_batch_cost, pair_cost
+from ds_stochdpo.pruning.cost import ModelShape, PairTokens, forward_flops, pair_cost
 
 SHAPE = ModelShape(hidden=12, layers=2, ffn=20, heads=4, kv_heads=2, head_dim=3, vocab=30)
 PAIR = PairTokens(prompt=6, chosen=5, rejected=4, chosen_scored=3, rejected_scored=2)
@@ -61,12 +61,6 @@ def test_keeping_the_longer_branch_costs_more():
     costs = [pair_cost(SHAPE, dataclasses.replace(PAIR, kept=kept)) for kept in ("rejected", "chosen", "both")]
     assert costs == sorted(costs)
     assert len(set(costs)) == 3
-
-
-def test_micro_batch_is_the_sum_of_its_pairs():
-    pairs = [PAIR, dataclasses.replace(PAIR, kept="chosen")]
-    assert micro_batch_cost(SHAPE, pairs) == sum(pair_cost(SHAPE, pair) for pair in pairs)
-    assert micro_batch_cost(SHAPE, []) == 0
 
 
 def test_more_queries_than_keys_are_refused():
