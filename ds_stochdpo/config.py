@@ -7,12 +7,10 @@ where that holds a number, else the default in their help text.
 from __future__ import annotations
 
 import dataclasses
-import math
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_stochdpo.errors import ConfigError
+from ds_stochdpo.checks import check_settings, require_choice, require_number, to_float
 
 POSITION_SAMPLERS = ("systematic", "bernoulli", "fixed", "stratified")
 PREFIX_SAMPLERS = ("two_point", "floor", "uniform", "geometric")
@@ -23,8 +21,6 @@ LOSS_TYPES = ("sigmoid", "robust", "hinge")
 LR_SCHEDULERS = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
                  "inverse_sqrt")  # fmt: skip
 """Schedules of transformers that need no argument of their own."""
-TRACKERS = ("tensorboard", "wandb", "comet_ml")
-"""What `report_to` can name; each is the name of its package too."""
 
 
 def _doc(default: Any, text: str) -> Any:
@@ -59,9 +55,9 @@ class PruningPlan:
 
     def __post_init__(self) -> None:
         for key in ("position_keep", "prefix_keep", "prefix_min_survival"):
-            _require_number(key, getattr(self, key), low=0.0, high=1.0, low_open=True)
+            require_number(key, getattr(self, key), low=0.0, high=1.0, low_open=True)
         if self.branch_prob != "sqrt_length":
-            _require_number(
+            require_number(
                 "branch_prob", self.branch_prob, low=0.0, high=1.0, low_open=True, high_open=True,
                 also="or 'sqrt_length'; to back-propagate both branches set branch: both",
             )  # fmt: skip
@@ -72,7 +68,7 @@ class PruningPlan:
             ("branch", BRANCHES),
             ("branch_balance", BRANCH_BALANCES),
         ):
-            _require_choice(key, getattr(self, key), allowed)
+            require_choice(key, getattr(self, key), allowed)
 
 
 @dataclass
@@ -181,11 +177,8 @@ class StochDPOConfig:
 
     def __post_init__(self) -> None:
         if self.branch_prob != "sqrt_length":
-            self.branch_prob = _to_float("branch_prob", self.branch_prob)  # type: ignore[assignment]
-        self._check_choices()
-        self._check_loss()
-        self._check_sizes()
-        self._check_schedule()
+            self.branch_prob = to_float("branch_prob", self.branch_prob)  # type: ignore[assignment]
+        check_settings(self)
         _ = self.pruning
 
     @property
@@ -203,134 +196,3 @@ class StochDPOConfig:
     def to_dict(self) -> dict[str, Any]:
         """All settings as plain JSON values."""
         return dataclasses.asdict(self)
-
-    def _check_choices(self) -> None:
-        for key, allowed in (
-            ("loss_type", LOSS_TYPES),
-            ("reference", ("cached", "online", "none")),
-            ("truncation_mode", ("keep_end", "keep_start")),
-            ("attn_implementation", ("auto", "flash_attn", "torch", "sdpa")),
-            ("coefficient", ("sampled",)),
-            ("lr_scheduler_type", LR_SCHEDULERS),
-        ):
-            _require_choice(key, getattr(self, key), allowed)
-        for key in ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-                    "log_draws", "score_recompute"):  # fmt: skip
-            _require_bool(key, getattr(self, key))
-        if self.bf16 is not None:
-            _require_bool("bf16", self.bf16)
-        named = self.report_to.split(",") if isinstance(self.report_to, str) else []
-        if self.report_to != "none" and (not named or not {n.strip() for n in named} <= set(TRACKERS)):
-            raise ConfigError(
-                f"report_to is {self.report_to!r}; allowed: none, or any of {', '.join(TRACKERS)}, joined by commas."
-            )
-
-    def _check_loss(self) -> None:
-        _require_number("beta", self.beta, low=0.0, low_open=True)
-        _require_number("label_smoothing", self.label_smoothing, low=0.0, high=0.5)
-        if self.loss_type == "sigmoid" and self.label_smoothing == 0.5:
-            warnings.warn("label_smoothing is 0.5, which leaves no preference to learn.", stacklevel=3)
-        if self.loss_type == "hinge" and self.label_smoothing:
-            raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}, but loss_type hinge has none; set it to 0 or use sigmoid."
-            )
-        if self.loss_type == "robust" and not 0.0 <= self.label_smoothing < 0.5:
-            raise ConfigError(
-                f"label_smoothing is {self.label_smoothing}; robust divides by 1 - 2 * label_smoothing: keep it < 0.5."
-            )
-        if self.reference == "none" and self.ref_model_name_or_path:
-            raise ConfigError(
-                f"ref_model_name_or_path is {self.ref_model_name_or_path}, but reference is none; "
-                "use reference: cached or online, or leave the model out."
-            )
-        if self.reference == "none" and self.loss_type == "robust":
-            raise ConfigError(
-                "reference is none, but loss_type robust corrects a loss of log-ratios; "
-                "use reference: cached, or loss_type sigmoid or hinge."
-            )
-
-    def _check_sizes(self) -> None:
-        optional = ("max_length", "max_prompt_length", "max_samples", "per_device_train_batch_size", "dry_run_ranks",
-                    "gradient_accumulation_steps", "max_tokens_per_micro_batch", "eval_steps")  # fmt: skip
-        for key in optional:
-            if getattr(self, key) is not None:
-                _require_int(key, getattr(self, key), low=1)
-        for key in ("per_device_eval_batch_size", "logging_steps", "score_chunk_rows"):
-            _require_int(key, getattr(self, key), low=1)
-        _require_int("seed", self.seed, low=0)
-        if self.max_length is not None and self.max_length < 2:
-            raise ConfigError("max_length is 1; a pair needs one prompt and one response token: set 2 or more.")
-
-    def _check_schedule(self) -> None:
-        if self.learning_rate is not None:
-            _require_number("learning_rate", self.learning_rate, low=0.0)
-        if self.weight_decay is not None:
-            _require_number("weight_decay", self.weight_decay, low=0.0)
-        if self.max_grad_norm is not None:
-            _require_number("max_grad_norm", self.max_grad_norm, low=0.0)
-        _require_number("num_train_epochs", self.num_train_epochs, low=0.0, low_open=True)
-        if self.warmup_ratio is not None:
-            _require_number("warmup_ratio", self.warmup_ratio, low=0.0, high=1.0, high_open=True)
-            if self.warmup_steps:
-                raise ConfigError("warmup_ratio and warmup_steps are both set; keep one of them.")
-            # Only one of the two stays, so that a copy of the settings checks itself again.
-            self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None
-        _require_number("warmup_steps", self.warmup_steps, low=0.0)
-        if self.eval_steps is not None and self.dataset_test_split is None:
-            raise ConfigError(
-                f"eval_steps is {self.eval_steps}, but dataset_test_split names no pairs to evaluate; set it."
-            )
-        if self.dataset_test_split is not None and self.dataset_test_split == self.dataset_train_split:
-            raise ConfigError(
-                f"dataset_test_split is {self.dataset_test_split}, which is dataset_train_split too; "
-                "name another split, or a file of held-out pairs."
-            )
-        if self.max_steps != -1:
-            _require_int("max_steps", self.max_steps, low=1, also="or -1 to train num_train_epochs")
-
-
-def _to_float(key: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{key} is {value!r}; it must be a number in (0, 1) or 'sqrt_length'.") from None
-
-
-def _require_choice(key: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key} is {value!r}; allowed: {', '.join(allowed)}.")
-
-
-def _require_bool(key: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} is {value!r}; it must be true or false.")
-
-
-def _require_int(key: str, value: Any, *, low: int, also: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(
-            f"{key} is {value!r}; it must be a whole number of at least {low}{', ' + also if also else ''}."
-        )
-
-
-def _require_number(
-    key: str,
-    value: Any,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    low_open: bool = False,
-    high_open: bool = False,
-    also: str = "",
-) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if is_number:
-        above = value > low if low_open else value >= low
-        below = value < high if high_open else value <= high
-        if above and below:
-            return
-    left = "(" if low_open or low == -math.inf else "["
-    right = ")" if high_open or high == math.inf else "]"
-    raise ConfigError(
-        f"{key} is {value!r}; it must be a number in {left}{low:g}, {high:g}{right}{', ' + also if also else ''}."
-    )

@@ -7,6 +7,7 @@ import typing
 
 import pytest
 
+from ds_stochdpo.checks import TRACKERS
 from ds_stochdpo.config import (
     BRANCH_BALANCES,
     BRANCHES,
@@ -15,7 +16,6 @@ from ds_stochdpo.config import (
     POSITION_SAMPLERS,
     PREFIX_SAMPLERS,
     PREFIX_WEIGHTINGS,
-    TRACKERS,
     PruningPlan,
     StochDPOConfig,
 )

@@ -11,7 +11,7 @@ import ds_stochdpo
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ds_stochdpo.__file__).parent
 FLOORS = ("config", "pruning", "data", "packing", "model", "engine", "train", "launch")
-"""Lowest first; `config` stands for config.py and errors.py."""
+"""Lowest first; `config` stands for config.py, checks.py and errors.py."""
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = sorted((ROOT / "launch").glob("*.py"))
 
@@ -20,7 +20,7 @@ def floor_of(parts):
     """Floor of a module, by its dotted parts; the package itself is on top, for it re-exports."""
     if parts == ("ds_stochdpo",):
         return FLOORS.index("launch")
-    name = "config" if parts[1] in ("config", "errors") else parts[1]
+    name = "config" if parts[1] in ("config", "checks", "errors") else parts[1]
     return FLOORS.index(name)
 
 
@@ -65,7 +65,7 @@ def short(path):
 def test_every_folder_of_the_package_is_a_floor():
     folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and any(p.glob("*.py"))}
     assert folders == set(FLOORS) - {"config", "launch"}
-    assert {p.name for p in PACKAGE.glob("*.py")} == {"__init__.py", "config.py", "errors.py"}
+    assert {p.name for p in PACKAGE.glob("*.py")} == {"__init__.py", "checks.py", "config.py", "errors.py"}
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p != PACKAGE / "__init__.py"], ids=short)
@@ -89,8 +89,11 @@ def test_a_library_is_imported_in_one_place_only(package, folder):
         assert path.is_relative_to(folder), f"{short(path)} imports {package}; only {short(folder)} may"
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if "pruning" in p.parts or p.name in ("config.py", "errors.py")],
-                         ids=short)  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [p for p in SOURCES if "pruning" in p.parts or p.name in ("config.py", "checks.py", "errors.py")],
+    ids=short,
+)
 def test_the_estimators_import_no_io_and_no_processes(path):
     banned = {"transformers", "deepspeed", "datasets", "json", "os", "pathlib", "torch.distributed", "subprocess"}
     for dotted, line in imports(path):
