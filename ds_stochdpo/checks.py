@@ -69,13 +69,19 @@ def _check_loss(config: Any) -> None:
 
 def _check_sizes(config: Any) -> None:
     optional = ("max_length", "max_prompt_length", "max_samples", "per_device_train_batch_size", "dry_run_ranks",
-                "gradient_accumulation_steps", "max_tokens_per_micro_batch", "eval_steps")  # fmt: skip
+                "gradient_accumulation_steps", "max_tokens_per_micro_batch", "eval_steps",
+                "mlp_tile_tokens")  # fmt: skip
     for key in optional:
         if getattr(config, key) is not None:
             require_int(key, getattr(config, key), low=1)
     for key in ("per_device_eval_batch_size", "logging_steps", "score_chunk_rows"):
         require_int(key, getattr(config, key), low=1)
     require_int("seed", config.seed, low=0)
+    if config.activation_offload and not config.gradient_checkpointing:
+        raise ConfigError(
+            "activation_offload is true, but gradient_checkpointing is false, and only inputs of recomputed layers go "
+            "to the host; set gradient_checkpointing: true too."
+        )
     if config.max_length is not None and config.max_length < 2:
         raise ConfigError("max_length is 1; a pair needs one prompt and one response token: set 2 or more.")
 

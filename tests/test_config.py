@@ -48,6 +48,7 @@ COUNTS = (
     "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
+    "mlp_tile_tokens",
 )
 
 
@@ -258,6 +259,8 @@ DEFAULTS = {
     "reference": "cached",
     "truncation_mode": "keep_end",
     "gradient_checkpointing": False,
+    "activation_offload": False,
+    "mlp_tile_tokens": None,
     "attn_implementation": "auto",
     "report_to": "none",
     "max_steps": -1,
@@ -311,7 +314,7 @@ def test_smoothing_that_leaves_no_preference_is_warned_of():
 
 
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-            "log_draws", "score_recompute", "bf16")  # fmt: skip
+            "log_draws", "score_recompute", "bf16", "activation_offload")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)
@@ -329,6 +332,11 @@ def test_a_reference_model_needs_a_reference():
     refused(
         r"^ref_model_name_or_path is other, but reference is none", reference="none", ref_model_name_or_path="other"
     )
+
+
+def test_offload_needs_recomputed_layers():
+    refused(r"^activation_offload is true, but gradient_checkpointing is false", activation_offload=True)
+    assert StochDPOConfig(activation_offload=True, gradient_checkpointing=True).activation_offload
 
 
 def test_evaluation_needs_held_out_pairs():

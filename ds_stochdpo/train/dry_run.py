@@ -184,7 +184,16 @@ def _memory_lines(
         share = -(-num_weights // state.world_size) * width
         kinds["weights of the reference"] = Held(host=share) if state.weights_on_host else Held(share)
     size = {"live_tokens": counts.live_tokens, "frozen_tokens": counts.frozen_tokens, "weight_bytes": width}
-    layers = {on: activation_bytes(shape, **size, checkpointing=on) for on in (True, False)}
+    layers = {
+        on: activation_bytes(
+            shape,
+            **size,
+            checkpointing=on,
+            mlp_tile_tokens=config.mlp_tile_tokens,
+            offload=on and config.activation_offload,
+        )
+        for on in (True, False)
+    }
     head = head_bytes(
         shape,
         live_rows=counts.live_rows,
@@ -192,7 +201,9 @@ def _memory_lines(
         recompute=config.score_recompute,
         weight_bytes=width,
     )
-    kinds["activations of the layers"] = Held(layers[config.gradient_checkpointing])
+    # Inputs of recomputed layers that went to the host are there in full.
+    on_host = width * counts.live_tokens * shape.hidden * shape.layers if config.activation_offload else 0
+    kinds["activations of the layers"] = Held(layers[config.gradient_checkpointing], host=on_host)
     kinds["head: logits of one chunk"] = Held(head["chunk"] + head["kept"])
     kinds["head: gradient of its matrix"] = Held(head["gradient"])
     lines = [f"{'GiB of one rank':<44}{'device':>12}{'host':>12}"]

@@ -1,5 +1,7 @@
 """Predicted bytes against numbers worked by hand and against what autograd keeps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from ds_stochdpo.pruning.memory import (
     activation_bytes,
     head_bytes,
     model_state,
+    recompute_peak,
     unchunked_logits_bytes,
 )
 
@@ -68,11 +71,36 @@ def test_layers_of_an_8b_model_by_hand():
     assert frozen == 10 * 90_112
 
 
+def test_tiles_and_offload_of_an_8b_model_by_hand():
+    """2 (6 x 4096 + 2 x 1024) = 53248 bytes a live token; a tile of 100 tokens holds 2 x 6 x 14336 of each."""
+    load = {"live_tokens": 1000, "frozen_tokens": 0, "weight_bytes": 2, "mlp_tile_tokens": 100}
+    tile = 100 * 172_032
+    assert activation_bytes(LLAMA_8B, **load, checkpointing=False) == 1000 * 32 * 53_248 + tile
+    assert activation_bytes(LLAMA_8B, **load, checkpointing=True) == 1000 * (262_144 + 53_248) + tile
+    # On the device stay the inputs of two layers: 2 x 4096 x 2 bytes a token.
+    assert activation_bytes(LLAMA_8B, **load, checkpointing=True, offload=True) == 1000 * (16_384 + 53_248) + tile
+
+
+def test_the_peak_of_recomputed_layers_by_hand():
+    """(2 x 4 + 5) x 4096 + 2 x 9 x 128 = 55552 values of 2 bytes a live token, beside 32 inputs of 4096."""
+    load = {"weight_bytes": 2, "mlp_tile_tokens": 100, "chunk_rows": 64}
+    parts = recompute_peak(LLAMA_8B, live_tokens=1000, **load)
+    assert parts == {
+        "saved layer inputs": 1000 * 262_144,
+        "one layer": 1000 * 111_104,
+        "one feed-forward tile": 100 * 172_032,
+        "one head tile": 8 * 64 * 8192,
+    }
+    assert recompute_peak(LLAMA_8B, live_tokens=1000, **load, offload=True)["saved layer inputs"] == 1000 * 16_384
+    larger = replace(LLAMA_8B, vocab=10 * LLAMA_8B.vocab)
+    assert recompute_peak(larger, live_tokens=1000, **load) == parts
+
+
 def test_head_of_an_8b_model_by_hand():
     head = head_bytes(LLAMA_8B, live_rows=1000, chunk_rows=64, recompute=True, weight_bytes=2)
-    assert head == {"chunk": 64 * 12 * 128256, "kept": 0, "gradient": 6 * 128256 * 4096}
+    assert head == {"chunk": 64 * 8 * 8192, "kept": 0, "gradient": 6 * 128256 * 4096}
     kept = head_bytes(LLAMA_8B, live_rows=1000, chunk_rows=64, recompute=False, weight_bytes=4)
-    assert kept == {"chunk": 64 * 12 * 128256, "kept": 4000 * 128256, "gradient": 4 * 128256 * 4096}
+    assert kept == {"chunk": 64 * 8 * 128256, "kept": 4000 * 128256, "gradient": 4 * 128256 * 4096}
     few = head_bytes(LLAMA_8B, live_rows=0, chunk_rows=64, recompute=True, weight_bytes=2)
     assert few == {"chunk": 0, "kept": 0, "gradient": 0}
     # Of 512 positions at once: 751 MiB; 1503 of both branches with their prompts.
