@@ -41,11 +41,13 @@ class RenderedPair:
         prompt_ids: int64 [P], P >= 1.
         chosen_ids: int64 [T_w], T_w >= 1.
         rejected_ids: int64 [T_l], T_l >= 1, not equal to `chosen_ids`.
+        notes: What is worth counting about the row, each under the same words for every such row.
     """
 
     prompt_ids: np.ndarray
     chosen_ids: np.ndarray
     rejected_ids: np.ndarray
+    notes: tuple[str, ...] = ()
 
 
 class PairRenderer:
@@ -164,7 +166,8 @@ def _split(chosen: list[int], rejected: list[int], boundary: int) -> RenderedPai
     if chosen == rejected:
         raise BadRowError("identical responses", "chosen and rejected have the same tokens")
     parts = (chosen[:boundary], chosen[boundary:], rejected[boundary:])
-    return RenderedPair(*(np.array(part, dtype=np.int64) for part in parts))
+    prompt_ids, chosen_ids, rejected_ids = (np.array(part, dtype=np.int64) for part in parts)
+    return RenderedPair(prompt_ids, chosen_ids, rejected_ids)
 
 
 def _conversations(row: CanonicalRow) -> tuple[list[Message], list[Message], list[Message]]:
