@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from ds_stochdpo.pruning.cost import ATTENTION_BACKWARD
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 _Size = Sequence[int]
 
@@ -35,12 +33,11 @@ def count_flops() -> Iterator[FlopCounterMode]:
 
 
 def _fused_forward(query: _Size, key: _Size, value: _Size, *_: Any, **__: Any) -> int:
-    """Operations of one fused attention, from the sizes [B, H, T, d] of its inputs."""
-    return 4 * query[0] * query[1] * query[2] * key[2] * query[3]
+    return int(sdpa_flop_count(query, key, value))
 
 
 def _fused_backward(grad: _Size, query: _Size, key: _Size, value: _Size, *_: Any, **__: Any) -> int:
-    return int(ATTENTION_BACKWARD * _fused_forward(query, key, value))
+    return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
 def _added_product(total: _Size, left: _Size, right: _Size, *_: Any, **__: Any) -> int:
