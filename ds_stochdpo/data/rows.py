@@ -7,6 +7,7 @@ nothing is cached.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import itertools
@@ -50,6 +51,15 @@ class RowSource:
         """What is read, in order, for the run record."""
         return [str(path) for path in self.files] or [f"{self.name}[{self.hub_split}]"]
 
+    @functools.cached_property
+    def hub(self) -> Any:
+        """The `datasets.Dataset` behind a hub set or a saved folder.
+
+        Raises:
+            DataError: If it cannot be loaded.
+        """
+        return _load_hub(self.name, str(self.hub_split))
+
     def rows(self, limit: int | None = None) -> Iterator[Row]:
         """Rows in order, each with "file:n".
 
@@ -63,9 +73,10 @@ class RowSource:
             DataError: If a file cannot be read or is not what its name says.
         """
         if self.files:
-            chained = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
+            chained: Iterator[Row] = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
         else:
-            chained = itertools.chain(_hub_rows(self.name, str(self.hub_split)))
+            numbered = enumerate(self.hub, start=1)
+            chained = ((row, f"{self.parts[0]}:{number}") for number, row in numbered)
         return itertools.islice(chained, limit)
 
 
@@ -230,18 +241,14 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read as parquet: {error}.") from error
 
 
-def _hub_rows(name: str, split: str) -> Iterator[Row]:
+def _load_hub(name: str, split: str) -> Any:
     # Imported here: it takes seconds, and local files do without it.
     import datasets
 
-    place = f"{name}[{split}]"
     try:
         if Path(name).expanduser().is_dir():
             loaded = datasets.load_from_disk(str(Path(name).expanduser()))
-            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            rows = datasets.load_dataset(name, split=split)
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(name, split=split)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"dataset_name {name}, split {split}: cannot be loaded: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        yield row, f"{place}:{number}"
