@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,13 @@ class RowSource:
         name: Name as the user gave it, for messages.
         files: Files in reading order; empty for a hub set or a saved `datasets` folder.
         hub_split: Split to take where `name` is read through `datasets`.
+        streams: Whether a hub set is read while it is downloaded; files always are read as they are needed.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     hub_split: str | None = None
+    streams: bool = False
 
     @property
     def parts(self) -> list[str]:
@@ -53,12 +55,12 @@ class RowSource:
 
     @functools.cached_property
     def hub(self) -> Any:
-        """The `datasets.Dataset` behind a hub set or a saved folder.
+        """What `datasets` gives for a hub set or a saved folder; of a hub set that streams an `IterableDataset`.
 
         Raises:
             DataError: If it cannot be loaded.
         """
-        return _load_hub(self.name, str(self.hub_split))
+        return _load_hub(self.name, str(self.hub_split), streaming=self.streams)
 
     def rows(self, limit: int | None = None) -> Iterator[Row]:
         """Rows in order, each with "file:n".
@@ -75,8 +77,7 @@ class RowSource:
         if self.files:
             chained: Iterator[Row] = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
         else:
-            numbered = enumerate(self.hub, start=1)
-            chained = ((row, f"{self.parts[0]}:{number}") for number, row in numbered)
+            chained = _hub_rows(self.hub, self.parts[0])
         return itertools.islice(chained, limit)
 
 
@@ -95,6 +96,10 @@ def find_source(config: StochDPOConfig, split: str) -> RowSource:
         ConfigError: If the setting is empty or asks a file for a split.
         DataError: If nothing is there.
     """
+    return replace(_find(config, split), streams=config.streaming and split == "train")
+
+
+def _find(config: StochDPOConfig, split: str) -> RowSource:
     if not config.dataset_name:
         raise ConfigError(
             "dataset_name is empty; it must be a hub name, a folder or a file of preference pairs: set it."
@@ -241,7 +246,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read as parquet: {error}.") from error
 
 
-def _load_hub(name: str, split: str) -> Any:
+def _load_hub(name: str, split: str, *, streaming: bool) -> Any:
     # Imported here: it takes seconds, and local files do without it.
     import datasets
 
@@ -249,6 +254,15 @@ def _load_hub(name: str, split: str) -> Any:
         if Path(name).expanduser().is_dir():
             loaded = datasets.load_from_disk(str(Path(name).expanduser()))
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"dataset_name {name}, split {split}: cannot be loaded: {error}") from error
+
+
+def _hub_rows(loaded: Any, place: str) -> Iterator[Row]:
+    number = 0
+    try:
+        for number, row in enumerate(loaded, start=1):
+            yield row, f"{place}:{number}"
+    except (OSError, ValueError) as error:
+        raise DataError(f"{place}: cannot be read after row {number}: {error}") from error
