@@ -27,6 +27,7 @@ CHOICES = {
     "loss_type": LOSS_TYPES,
     "reference": ("cached", "online", "none"),
     "truncation_mode": ("keep_end", "keep_start"),
+    "data_errors": ("stop", "skip"),
     "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
     "coefficient": ("sampled",),
     "position_sampler": POSITION_SAMPLERS,
@@ -308,6 +309,23 @@ def test_a_plan_cannot_be_changed():
 def test_smoothing_that_leaves_no_preference_is_warned_of():
     with pytest.warns(UserWarning, match=r"label_smoothing is 0\.5"):
         StochDPOConfig(label_smoothing=0.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ("a=prompt", "column_mapping is 'a=prompt'; it must map"),
+        ({}, r"column_mapping is \{\}"),
+        ({"a": 1}, "column_mapping is .*it must map"),
+        ({1: "prompt"}, "column_mapping is .*it must map"),
+        ({"a": "promt"}, "'a' 'promt', which is none of our columns: prompt, chosen, rejected"),
+        ({"prompt": "question"}, "It is written as their column, then ours: question=prompt"),
+        ({"a": "prompt", "b": "prompt"}, "column_mapping gives two columns the name 'prompt'"),
+    ],
+)
+def test_a_column_mapping_gives_our_names_once_each(value, match):
+    refused(match, column_mapping=value)
+    assert StochDPOConfig(column_mapping={"a": "prompt", "b": "tools"}).column_mapping == {"a": "prompt", "b": "tools"}
 
 
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",

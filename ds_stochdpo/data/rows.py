@@ -7,18 +7,15 @@ nothing is cached.
 
 from __future__ import annotations
 
-import gzip
-import io
 import itertools
-import json
 import re
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.data.columns import Row, renamed_rows
+from ds_stochdpo.data.json_rows import json_rows
 from ds_stochdpo.errors import ConfigError, DataError
 
 JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
@@ -26,9 +23,6 @@ DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 _ACCEPTED = ", ".join(DATA_SUFFIXES)
 # Sidecars that `datasets` writes next to the data.
 _METADATA_NAMES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-_JSON_SPACE = " \t\r\n"
-
-Row = tuple[Any, str]
 
 
 @dataclass(frozen=True)
@@ -39,11 +33,13 @@ class RowSource:
         name: Name as the user gave it, for messages.
         files: Files in reading order; empty for a hub set or a saved `datasets` folder.
         hub_split: Split to take where `name` is read through `datasets`.
+        column_mapping: Their columns to our names.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     hub_split: str | None = None
+    column_mapping: Mapping[str, str] | None = None
 
     @property
     def parts(self) -> list[str]:
@@ -53,20 +49,22 @@ class RowSource:
     def rows(self, limit: int | None = None) -> Iterator[Row]:
         """Rows in order, each with "file:n".
 
-        For JSON lines n is the physical line; for a JSON array, parquet or a hub set it is the row; both
-        from 1. A row may be any JSON value; nothing is checked here.
+        For JSON n is the physical line where the row begins; for parquet or a hub set it is the row; both from 1.
+        A row may be any JSON value, or a `BrokenRow` for a line that is none; what it holds is not checked here.
 
         Args:
             limit: Stop after this many rows; None: all.
 
         Raises:
             DataError: If a file cannot be read or is not what its name says.
+            ConfigError: If `column_mapping` names a column that is not there.
         """
         if self.files:
             chained = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
         else:
             chained = itertools.chain(_hub_rows(self.name, str(self.hub_split)))
-        return itertools.islice(chained, limit)
+        rows = itertools.islice(chained, limit)
+        return renamed_rows(rows, self.column_mapping) if self.column_mapping else rows
 
 
 def find_source(config: StochDPOConfig, split: str) -> RowSource:
@@ -84,6 +82,10 @@ def find_source(config: StochDPOConfig, split: str) -> RowSource:
         ConfigError: If the setting is empty or asks a file for a split.
         DataError: If nothing is there.
     """
+    return replace(_find(config, split), column_mapping=config.column_mapping)
+
+
+def _find(config: StochDPOConfig, split: str) -> RowSource:
     if not config.dataset_name:
         raise ConfigError(
             "dataset_name is empty; it must be a hub name, a folder or a file of preference pairs: set it."
@@ -162,58 +164,7 @@ def _names(files: list[Path]) -> str:
 def _file_rows(path: Path) -> Iterator[Row]:
     if path.name.endswith(".parquet"):
         return _parquet_rows(path)
-    return _json_rows(path)
-
-
-def _json_rows(path: Path) -> Iterator[Row]:
-    """Rows of JSON lines or of one array, whichever the first character says; the suffix decides nothing."""
-    try:
-        with _open(path) as handle:
-            started = False
-            # Binary lines end at \n alone, so Unicode line separators inside strings break nothing.
-            for number, raw in enumerate(handle, start=1):
-                text = _decode(raw, f"{path}:{number}")
-                if number == 1:
-                    text = text.removeprefix("\ufeff")
-                if not text.strip(_JSON_SPACE):
-                    continue
-                if not started and text.lstrip(_JSON_SPACE).startswith("["):
-                    yield from _array_rows(path, text + _decode(handle.read(), str(path)), number)
-                    return
-                started = True
-                yield (
-                    # Without its newline, so that an unfinished value is reported on its own line.
-                    _parse(text.rstrip(_JSON_SPACE), path, number, "one JSON object a line, or one JSON array"),
-                    f"{path}:{number}",
-                )
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from error
-
-
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-
-
-def _decode(raw: bytes, place: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8.") from None
-
-
-def _array_rows(path: Path, text: str, first_line: int) -> Iterator[Row]:
-    for index, row in enumerate(_parse(text, path, first_line, "one JSON array of objects"), start=1):
-        yield row, f"{path}:{index}"
-
-
-def _parse(text: str, path: Path, first_line: int, accepted: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise DataError(
-            f"{path}:{line}: not valid JSON ({error.msg}, column {error.colno}); accepted: {accepted}."
-        ) from None
+    return json_rows(path)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
