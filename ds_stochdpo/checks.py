@@ -73,7 +73,8 @@ def _check_loss(config: Any) -> None:
 
 def _check_sizes(config: Any) -> None:
     optional = ("max_length", "max_prompt_length", "max_samples", "per_device_train_batch_size", "dry_run_ranks",
-                "gradient_accumulation_steps", "max_tokens_per_micro_batch", "eval_steps")  # fmt: skip
+                "dataset_num_proc", "gradient_accumulation_steps", "max_tokens_per_micro_batch",
+                "eval_steps")  # fmt: skip
     for key in optional:
         if getattr(config, key) is not None:
             require_int(key, getattr(config, key), low=1)

@@ -134,6 +134,10 @@ class StochDPOConfig:
     truncation_mode: Literal["keep_end", "keep_start"] = _doc(
         "keep_end", "Which end of a prompt that is too long is kept. Responses are cut at their end."
     )
+    dataset_num_proc: int | None = _doc(
+        None, "Processes that tokenise. None: one for each core that this process may use, 16 at most. Their work is "
+        "kept in the cache of `datasets` (HF_DATASETS_CACHE).",
+    )  # fmt: skip
     max_samples: int | None = _doc(None, "Use at most this many rows of each split, from its start. None: all.")
 
     per_device_train_batch_size: int | None = _doc(None, "Pairs of one rank in one micro-step (default 8).")

@@ -41,6 +41,7 @@ COUNTS = (
     "max_length",
     "max_prompt_length",
     "max_samples",
+    "dataset_num_proc",
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ds_stochdpo.checks import OPTIONAL_COLUMNS
+from ds_stochdpo.data.tally import printable
 from ds_stochdpo.errors import ConfigError
 
 Row = tuple[Any, str]
@@ -67,6 +68,6 @@ def _check_columns(wanted: Iterable[str], found: Iterable[str], place: str) -> N
 
 def column_list(names: Iterable[str]) -> str:
     """Names for a message: printable, and not too many."""
-    shown = [name if name.isprintable() else ascii(name) for name in names]
+    shown = [printable(name) for name in names]
     more = f" and {len(shown) - _NAMES_SHOWN} more" if len(shown) > _NAMES_SHOWN else ""
     return ", ".join(shown[:_NAMES_SHOWN]) + more or "none"

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.data.cache import cached_batches
 from ds_stochdpo.data.columns import column_list
 from ds_stochdpo.data.outcome import Outcome, RowTokeniser
 from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.data.rows import RowSource, find_source
+from ds_stochdpo.data.table import Batches, from_batch
 from ds_stochdpo.data.tally import BadRowError, Tally
-from ds_stochdpo.data.truncate import resolve_limits
+from ds_stochdpo.data.truncate import LengthLimits, resolve_limits
+from ds_stochdpo.data.workers import tokenise_rows, with_progress
 from ds_stochdpo.errors import DataError
 
 if TYPE_CHECKING:
@@ -78,11 +81,37 @@ def load_pairs(
         DataError: If a file cannot be read, has no known layout, or no row is usable.
     """
     source = find_source(config, split)
-    tokenise = RowTokeniser(tokenizer, resolve_limits(config, context_length, tokenizer.bos_token_id))
-    shown = None if progress is None else not progress
-    rows = tqdm(source.rows(config.max_samples), desc=f"tokenising {split}", unit="row", disable=shown, leave=False)
-    outcomes = (tokenise(row, place) for row, place in rows)
-    return fold(outcomes, source, tokenise.limits.max_length, data_errors=config.data_errors)
+    limits = resolve_limits(config, context_length, tokenizer.bos_token_id)
+    with closing(read_outcomes(config, tokenizer, source, limits, progress=progress)) as outcomes:
+        return fold(outcomes, source, limits.max_length, data_errors=config.data_errors)
+
+
+def read_outcomes(
+    config: StochDPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    source: RowSource,
+    limits: LengthLimits,
+    *,
+    progress: bool | None = None,
+) -> Generator[Outcome, None, None]:
+    """What becomes of every row of a source, in order, from the cache if it is there; close it if not read to its end.
+
+    Args:
+        config: Its `max_samples` and `dataset_num_proc`.
+        tokenizer: As in `load_pairs`.
+        source: The rows.
+        limits: Limits in force.
+        progress: As in `load_pairs`.
+    """
+
+    def make() -> Batches:
+        tokenise = RowTokeniser(tokenizer, limits)
+        batches = tokenise_rows(source.rows(config.max_samples), tokenise, num_proc=config.dataset_num_proc)
+        return with_progress(batches, f"tokenising {source.name}", progress)
+
+    with closing(cached_batches(config, source, tokenizer, limits, make)) as batches:
+        for batch in batches:
+            yield from from_batch(batch)
 
 
 def fold(

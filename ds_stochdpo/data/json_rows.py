@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_stochdpo.data.columns import Row
-from ds_stochdpo.data.tally import BrokenRow
+from ds_stochdpo.data.tally import BrokenRow, printable
 from ds_stochdpo.errors import DataError
 
 _JSON_SPACE = " \t\r\n"
@@ -32,32 +32,32 @@ def json_rows(path: Path) -> Iterator[Row]:
     Raises:
         DataError: If the file cannot be read, or is an array with a fault: nothing marks where its next row begins.
     """
+    place = printable(str(path))
     try:
-        with _open(path) as handle:
-            yield from _json_values(handle, path)
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as handle:
+            yield from _json_values(handle, place)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from error
+        raise DataError(f"{place}: cannot be read: {error}.") from error
 
 
-def _json_values(handle: gzip.GzipFile | io.BufferedReader, path: Path) -> Iterator[Row]:
-    started, number = False, 0
-    for raw in _whole_lines(handle):
-        # Binary lines end at \n alone, so Unicode line separators inside strings break nothing.
-        number += 1
+def _json_values(handle: gzip.GzipFile | io.BufferedReader, place: str) -> Iterator[Row]:
+    started = False
+    # Binary lines end at \n alone, so Unicode line separators inside strings break nothing.
+    for number, raw in enumerate(_whole_lines(handle), start=1):
         if isinstance(raw, BrokenRow):
-            yield raw, f"{path}:{number}"
+            yield raw, f"{place}:{number}"
             return
-        text = _decode(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw)
-        if isinstance(text, str):
-            text = text.strip(_JSON_SPACE)
+        value: Any = _decode(raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw)
+        if isinstance(value, str):
+            text = value.rstrip(_JSON_SPACE)
             if not text:
                 continue
-            if not started and text.startswith("["):
-                yield from _array_rows(path, raw + handle.read(), number)
+            if not started and text.lstrip(_JSON_SPACE).startswith("["):
+                yield from _array_rows(place, raw + handle.read(), number)
                 return
-            text = _parse(text)
+            value = _parse(text)
         started = True
-        yield text, f"{path}:{number}"
+        yield value, f"{place}:{number}"
 
 
 def _whole_lines(handle: gzip.GzipFile | io.BufferedReader) -> Iterator[bytes | BrokenRow]:
@@ -65,10 +65,6 @@ def _whole_lines(handle: gzip.GzipFile | io.BufferedReader) -> Iterator[bytes | 
         yield from handle
     except EOFError:
         yield BrokenRow("file cut off", "the compressed file ends early, and rows after this line are lost")
-
-
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
 
 
 def _decode(raw: bytes) -> str | BrokenRow:
@@ -89,23 +85,23 @@ def _parse(line: str) -> Any:
     return BrokenRow("not JSON", f"not valid JSON ({found}); accepted: one JSON object a line, or one JSON array")
 
 
-def _array_rows(path: Path, raw: bytes, first_line: int) -> Iterator[Row]:
+def _array_rows(file: str, raw: bytes, first_line: int) -> Iterator[Row]:
     line, counted, previous = first_line, 0, 0
     try:
         text = raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         for number, (row, start) in enumerate(_array_elements(text), start=1):
             line, counted = line + text.count("\n", counted, start), start
             # Where one line holds many rows, it takes the row's number to find one.
-            yield row, f"{path}:{line}" + (f" (row {number})" if line == previous else "")
+            yield row, f"{file}:{line}" + (f" (row {number})" if line == previous else "")
             previous = line
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
-        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason}); save the file as UTF-8.") from None
+        raise DataError(f"{file}:{line}: not UTF-8 ({error.reason}); save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
-        place, found = f"{path}:{first_line + error.lineno - 1}", f"{error.msg}, column {error.colno}"
+        place, found = f"{file}:{first_line + error.lineno - 1}", f"{error.msg}, column {error.colno}"
         raise DataError(f"{place}: not valid JSON ({found}); accepted: one JSON array of objects.") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}:{line}: not valid JSON in what follows ({error}).") from None
+        raise DataError(f"{file}:{line}: not valid JSON in what follows ({error}).") from None
 
 
 def _array_elements(text: str) -> Iterator[tuple[Any, int]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_stochdpo.data.layouts import canonical_row
 from ds_stochdpo.data.render import PairRenderer
-from ds_stochdpo.data.tally import BadRowError
+from ds_stochdpo.data.tally import BadRowError, printable
 from ds_stochdpo.data.truncate import LengthLimits, truncate
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RowTokeniser:
             canonical = canonical_row(row)
             text = repr((canonical.prompt, canonical.chosen, canonical.rejected))
             known["content"] = hashlib.sha256(text.encode()).digest()
-            known["ignored"] = tuple(key for key in row if key not in canonical.columns)
+            known["ignored"] = tuple(printable(key) for key in row if key not in canonical.columns)
             rendered = self._renderer.render(canonical)
             parts = (rendered.prompt_ids, rendered.chosen_ids, rendered.rejected_ids)
             known["full_lengths"] = tuple(len(ids) for ids in parts)

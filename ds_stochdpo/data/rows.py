@@ -7,15 +7,18 @@ nothing is cached.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.columns import Row, renamed_rows
 from ds_stochdpo.data.json_rows import json_rows
+from ds_stochdpo.data.tally import printable
 from ds_stochdpo.errors import ConfigError, DataError
 
 JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
@@ -44,7 +47,16 @@ class RowSource:
     @property
     def parts(self) -> list[str]:
         """What is read, in order, for the run record."""
-        return [str(path) for path in self.files] or [f"{self.name}[{self.hub_split}]"]
+        return [printable(str(path)) for path in self.files] or [f"{self.name}[{self.hub_split}]"]
+
+    @functools.cached_property
+    def hub(self) -> Any:
+        """The `datasets.Dataset` behind a hub set or a saved folder.
+
+        Raises:
+            DataError: If it cannot be loaded.
+        """
+        return _load_hub(self.name, str(self.hub_split))
 
     def rows(self, limit: int | None = None) -> Iterator[Row]:
         """Rows in order, each with "file:n".
@@ -60,9 +72,10 @@ class RowSource:
             ConfigError: If `column_mapping` names a column that is not there.
         """
         if self.files:
-            chained = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
+            chained: Iterator[Row] = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
         else:
-            chained = itertools.chain(_hub_rows(self.name, str(self.hub_split)))
+            numbered = enumerate(self.hub, start=1)
+            chained = ((row, f"{self.parts[0]}:{number}") for number, row in numbered)
         rows = itertools.islice(chained, limit)
         return renamed_rows(rows, self.column_mapping) if self.column_mapping else rows
 
@@ -171,28 +184,24 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    place, number = printable(str(path)), 0
     try:
-        number = 0
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield row, f"{path}:{number}"
+                yield row, f"{place}:{number}"
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}.") from error
+        raise DataError(f"{place}: cannot be read as parquet: {error}.") from error
 
 
-def _hub_rows(name: str, split: str) -> Iterator[Row]:
+def _load_hub(name: str, split: str) -> Any:
     # Imported here: it takes seconds, and local files do without it.
     import datasets
 
-    place = f"{name}[{split}]"
     try:
         if Path(name).expanduser().is_dir():
             loaded = datasets.load_from_disk(str(Path(name).expanduser()))
-            rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            rows = datasets.load_dataset(name, split=split)
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        return datasets.load_dataset(name, split=split)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"dataset_name {name}, split {split}: cannot be loaded: {error}") from error
-    for number, row in enumerate(rows, start=1):
-        yield row, f"{place}:{number}"

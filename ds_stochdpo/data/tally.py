@@ -15,6 +15,11 @@ FIRST_LINES_KEPT = 5
 DETAIL_LENGTH = 1500
 
 
+def printable(text: str) -> str:
+    """`text` with whatever would break a message or its line written as an escape."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 class BadRowError(Exception):
     """One row cannot become a pair; `Tally.drop` decides whether the run goes on.
 
@@ -24,8 +29,7 @@ class BadRowError(Exception):
     """
 
     def __init__(self, reason: str, detail: str) -> None:
-        # A row may hold anything; a message that cannot be printed would end the run by itself.
-        detail = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in detail[:DETAIL_LENGTH])
+        detail = printable(detail[:DETAIL_LENGTH])
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail

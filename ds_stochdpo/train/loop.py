@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.data import PreferencePair, epoch_order, step_batches
+from ds_stochdpo.data import PreferencePair, Windows
 from ds_stochdpo.engine import Metrics, StochDPOEngine
 from ds_stochdpo.packing import assign_to_ranks, pair_tokens
 from ds_stochdpo.pruning import PairDraw, full_draw, pair_cost
@@ -65,7 +63,7 @@ class TrainLoop:
         engine: StochDPOEngine,
         schedule: Schedule,
         record: RunRecord,
-        pairs: Sequence[PreferencePair],
+        windows: Windows,
         test_pairs: Sequence[PreferencePair] = (),
     ) -> None:
         """Set up the loop.
@@ -74,11 +72,11 @@ class TrainLoop:
             engine: The policy.
             schedule: Step counts.
             record: Where metrics go.
-            pairs: Training pairs with reference log-probs, alike on every rank.
+            windows: Training pairs of each step, with reference log-probs if those are cached; alike on every rank.
             test_pairs: Held-out pairs, likewise; none: no evaluation.
         """
         self.engine, self.schedule, self.record = engine, schedule, record
-        self.pairs, self.test_pairs = pairs, test_pairs
+        self.windows, self.test_pairs = windows, test_pairs
         self.config = engine.config
         self.evaluations: list[dict[str, Any]] = []
 
@@ -93,21 +91,20 @@ class TrainLoop:
                 step = self.engine.step
                 bar.advance(1, f"loss {metrics['loss']:.4f}, margin {metrics['rewards/margins']:.4f}")
                 if step % self.config.logging_steps == 0 or step == self.schedule.total_steps:
-                    epoch = step / self.schedule.steps_per_epoch
-                    self.record.metrics({"step": step, "epoch": epoch, **_summary(window)})
+                    self.record.metrics({"step": step, "epoch": self.windows.passes(step), **_summary(window)})
                     window = []
                 if self.config.eval_steps and step % self.config.eval_steps == 0 and step < self.schedule.total_steps:
                     self.evaluate()
         self.evaluate()
 
     def train_step(self) -> Metrics:
-        """One optimizer step on the next window of the epoch's order. Collective.
+        """One optimizer step on the next window. Collective.
 
-        Every rank knows all pairs, so each draws for the whole window and takes its own share of it.
+        Every rank knows all pairs of the window, so each draws for the whole of it and takes its own share.
         """
         engine, step = self.engine, self.engine.step
-        engine.epoch = step // self.schedule.steps_per_epoch
-        window = [self.pairs[i] for i in self._window(step)]
+        taken = self.windows.take(step)
+        engine.epoch, window = taken.epoch, taken.pairs
         draws = engine.draw(window)
         own = self._share(window, draws)
         if self.config.log_draws:
@@ -122,7 +119,7 @@ class TrainLoop:
         with self._progress("evaluating", len(own), "pair") as bar:
             metrics = self.engine.evaluate([self.test_pairs[i] for i in own], bar.advance)
         step = self.engine.step
-        line = {"step": step, "epoch": step / self.schedule.steps_per_epoch}
+        line = {"step": step, "epoch": self.windows.passes(step)}
         line |= {f"eval_{name}": value for name, value in metrics.items()}
         self.evaluations.append(line)
         self.record.metrics(line)
@@ -139,10 +136,6 @@ class TrainLoop:
             for pair, draw in zip(pairs, draws, strict=True)
         ]
         return assign_to_ranks(costs, ranks.world_size)[ranks.rank]
-
-    def _window(self, step: int) -> np.ndarray:
-        order = epoch_order(len(self.pairs), self.config.seed, step // self.schedule.steps_per_epoch)
-        return step_batches(order, self.schedule.pairs_per_step)[step % self.schedule.steps_per_epoch]
 
     def _progress(self, title: str, total: int, unit: str) -> Progress:
         return Progress(title, total, unit, is_shown=self.engine.ranks.is_main)

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.data import PairSet, PreferencePair, load_pairs
+from ds_stochdpo.data import PairSet, PreferencePair, SetWindows, load_pairs
 from ds_stochdpo.engine import (
     StochDPOEngine,
     add_reference,
@@ -94,7 +94,8 @@ def _train(
     if engine.reference is not None and engine.config.reference == "cached":
         engine.reference.release()
         engine.reference = None
-    loop = TrainLoop(engine, schedule, record, pairs, test_pairs)
+    windows = SetWindows(pairs, seed=engine.config.seed, pairs_per_step=schedule.pairs_per_step)
+    loop = TrainLoop(engine, schedule, record, windows, test_pairs)
     loop.run()
     return loop
 
