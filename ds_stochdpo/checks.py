@@ -30,6 +30,7 @@ def check_settings(config: Any) -> None:
     _check_sizes(config)
     _check_mapping(config.column_mapping)
     _check_schedule(config)
+    _check_streaming(config)
 
 
 def _check_choices(config: Any) -> None:
@@ -133,6 +134,18 @@ def _check_schedule(config: Any) -> None:
         )
     if config.max_steps != -1:
         require_int("max_steps", config.max_steps, low=1, also="or -1 to train num_train_epochs")
+
+
+def _check_streaming(config: Any) -> None:
+    if config.streaming and config.max_steps == -1:
+        raise ConfigError(
+            "streaming is true, but max_steps is -1; how many pairs a stream has is not known ahead: set max_steps."
+        )
+    if config.streaming and config.reference == "cached":
+        raise ConfigError(
+            "streaming is true, but reference is cached, which needs a pass over the pairs before training; "
+            "use reference: online or none."
+        )
 
 
 def to_float(key: str, value: Any) -> float:

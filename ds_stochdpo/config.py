@@ -138,6 +138,10 @@ class StochDPOConfig:
         None, "Processes that tokenise. None: one for each core that this process may use, 16 at most. Their work is "
         "kept in the cache of `datasets` (HF_DATASETS_CACHE).",
     )  # fmt: skip
+    streaming: bool = _doc(
+        False, "Read and tokenise the training pairs while the run goes on, in the order of the stream, not shuffled; "
+        "nothing is kept. Needs max_steps and reference: online or none; dataset_test_split is loaded as usual.",
+    )  # fmt: skip
     max_samples: int | None = _doc(None, "Use at most this many rows of each split, from its start. None: all.")
 
     per_device_train_batch_size: int | None = _doc(None, "Pairs of one rank in one micro-step (default 8).")

@@ -330,7 +330,7 @@ def test_a_column_mapping_gives_our_names_once_each(value, match):
 
 
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-            "log_draws", "score_recompute", "bf16")  # fmt: skip
+            "log_draws", "score_recompute", "streaming", "bf16")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)
@@ -342,6 +342,20 @@ def test_switches_are_true_or_false(key, value):
 def test_every_switch_is_tested():
     hints = typing.get_type_hints(StochDPOConfig)
     assert {name for name, hint in hints.items() if hint in (bool, bool | None)} == set(SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"reference": "none"}, r"^streaming is true, but max_steps is -1;.*set max_steps"),
+        ({"max_steps": 5}, r"^streaming is true, but reference is cached,.*use reference: online or none"),
+    ],
+)
+def test_a_stream_needs_a_number_of_steps_and_no_pass_ahead(settings, match):
+    refused(match, streaming=True, **settings)
+    assert StochDPOConfig(**settings).streaming is False
+    for reference in ("online", "none"):
+        assert StochDPOConfig(streaming=True, max_steps=5, reference=reference).streaming is True
 
 
 def test_a_reference_model_needs_a_reference():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -140,13 +141,18 @@ def fingerprint_of(pairs: Sequence[PreferencePair]) -> str:
     """sha256 over pair ids, lengths and token ids, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for pair in pairs:
-        parts = (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)
-        # Fixed byte order and lengths first: the digest is the same on every machine, and two ways to cut
-        # the same tokens into parts do not collide.
-        digest.update(np.array([pair.pair_id, *map(len, parts)], dtype="<i8").tobytes())
-        for ids in parts:
-            digest.update(ids.astype("<i8").tobytes())
+        add_to_fingerprint(digest, pair)
     return digest.hexdigest()
+
+
+def add_to_fingerprint(digest: hashlib._Hash, pair: PreferencePair) -> None:
+    """Add one pair to a digest that `fingerprint_of` would make."""
+    parts = (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)
+    # Fixed byte order and lengths first: the digest is the same on every machine, and two ways to cut
+    # the same tokens into parts do not collide.
+    digest.update(np.array([pair.pair_id, *map(len, parts)], dtype="<i8").tobytes())
+    for ids in parts:
+        digest.update(ids.astype("<i8").tobytes())
 
 
 class Account:
@@ -215,8 +221,21 @@ class Account:
         """One line for the set, and one for each thing that was dropped, cut or noted."""
         tally = self.tally
         logger.info("%s: %d rows read, %d used", source.name, tally.counts["read"], tally.counts["used"])
+        level = _level()
         if self.ignored:
-            logger.warning("%s: columns not used: %s", source.name, column_list(self.ignored))
-        for prefix, verb in (("dropped/", "dropped"), ("truncated/", "truncated"), ("noted/", "noted")):
+            logger.log(level, "%s: columns not used: %s", source.name, column_list(self.ignored))
+        for prefix in ("dropped/", "truncated/", "noted/"):
             for phrase in tally.describe(prefix):
-                logger.warning("%s: %s %s", source.name, verb, phrase)
+                logger.log(level, "%s: %s %s", source.name, prefix[:-1], phrase)
+
+    def log_first(self, source: RowSource, keys: Iterable[str]) -> None:
+        """One line for the first row under each of `keys`, while more may come."""
+        for key in keys:
+            detail = self.tally.first_details.get(key, "")
+            place, held = self.tally.first_lines[key][0], f" ({detail})" if detail else ""
+            logger.log(_level(), "%s: %s, first at %s%s", source.name, key.replace("/", " ", 1), place, held)
+
+
+def _level() -> int:
+    # Every rank reads the same rows; one says what it found.
+    return logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG

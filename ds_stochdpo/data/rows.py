@@ -37,12 +37,14 @@ class RowSource:
         files: Files in reading order; empty for a hub set or a saved `datasets` folder.
         hub_split: Split to take where `name` is read through `datasets`.
         column_mapping: Their columns to our names.
+        streams: Whether a hub set is read while it is downloaded; files always are read as they are needed.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     hub_split: str | None = None
     column_mapping: Mapping[str, str] | None = None
+    streams: bool = False
 
     @property
     def parts(self) -> list[str]:
@@ -51,12 +53,12 @@ class RowSource:
 
     @functools.cached_property
     def hub(self) -> Any:
-        """The `datasets.Dataset` behind a hub set or a saved folder.
+        """What `datasets` gives for a hub set or a saved folder; of a hub set that streams an `IterableDataset`.
 
         Raises:
             DataError: If it cannot be loaded.
         """
-        return _load_hub(self.name, str(self.hub_split))
+        return _load_hub(self.name, str(self.hub_split), streaming=self.streams)
 
     def rows(self, limit: int | None = None) -> Iterator[Row]:
         """Rows in order, each with "file:n".
@@ -74,8 +76,7 @@ class RowSource:
         if self.files:
             chained: Iterator[Row] = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
         else:
-            numbered = enumerate(self.hub, start=1)
-            chained = ((row, f"{self.parts[0]}:{number}") for number, row in numbered)
+            chained = _hub_rows(self.hub, self.parts[0])
         rows = itertools.islice(chained, limit)
         return renamed_rows(rows, self.column_mapping) if self.column_mapping else rows
 
@@ -95,7 +96,8 @@ def find_source(config: StochDPOConfig, split: str) -> RowSource:
         ConfigError: If the setting is empty or asks a file for a split.
         DataError: If nothing is there.
     """
-    return replace(_find(config, split), column_mapping=config.column_mapping)
+    streams = config.streaming and split == "train"
+    return replace(_find(config, split), column_mapping=config.column_mapping, streams=streams)
 
 
 def _find(config: StochDPOConfig, split: str) -> RowSource:
@@ -194,7 +196,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{place}: cannot be read as parquet: {error}.") from error
 
 
-def _load_hub(name: str, split: str) -> Any:
+def _load_hub(name: str, split: str, *, streaming: bool) -> Any:
     # Imported here: it takes seconds, and local files do without it.
     import datasets
 
@@ -202,6 +204,15 @@ def _load_hub(name: str, split: str) -> Any:
         if Path(name).expanduser().is_dir():
             loaded = datasets.load_from_disk(str(Path(name).expanduser()))
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"dataset_name {name}, split {split}: cannot be loaded: {error}") from error
+
+
+def _hub_rows(loaded: Any, place: str) -> Iterator[Row]:
+    number = 0
+    try:
+        for number, row in enumerate(loaded, start=1):
+            yield row, f"{place}:{number}"
+    except (OSError, ValueError) as error:
+        raise DataError(f"{place}: cannot be read after row {number}: {error}") from error

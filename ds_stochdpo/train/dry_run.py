@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.data import PreferencePair, load_pairs
+from ds_stochdpo.data import PreferencePair, load_pairs, open_stream
 from ds_stochdpo.data.rows import find_source
 from ds_stochdpo.data.truncate import resolve_limits
 from ds_stochdpo.engine import check_token_ids, resolve_settings
@@ -24,7 +25,7 @@ from ds_stochdpo.pruning.memory import (
     model_state,
     unchunked_logits_bytes,
 )
-from ds_stochdpo.train.forecast import Forecast, assumed_pairs, forecast
+from ds_stochdpo.train.forecast import MOST_STEPS, Forecast, assumed_pairs, forecast
 from ds_stochdpo.train.loop import plan_schedule
 from ds_stochdpo.train.record import claim_for
 from ds_stochdpo.train.trackers import check_trackers
@@ -75,18 +76,24 @@ def _pairs(
     context = getattr(outline.lm.config, "max_position_embeddings", None)
     limits = resolve_limits(config, context, None)
     missing = _missing_files(config)
-    if missing is None and outline.tokenizer is not None:
-        loaded = load_pairs(config, outline.tokenizer, context_length=context)
-        if config.dataset_test_split is not None:
-            load_pairs(config, outline.tokenizer, split="test", context_length=context)
-        largest = max(int(max(p.prompt_ids.max(), p.chosen_ids.max(), p.rejected_ids.max())) for p in loaded.pairs)
-        check_token_ids(largest, outline.lm, len(outline.tokenizer))
-        return loaded.pairs, len(loaded.pairs), f"{len(loaded.pairs)} pairs of {config.dataset_name}"
-    if limits.max_length is None:
-        raise ConfigError("max_length is not set and the model names no context; set it, for a dry run needs a length.")
     assert config.per_device_train_batch_size is not None
     assert config.gradient_accumulation_steps is not None
     pairs_per_step = world_size * config.per_device_train_batch_size * config.gradient_accumulation_steps
+    if missing is None and outline.tokenizer is not None:
+        if config.streaming:
+            stream = open_stream(config, outline.tokenizer, context_length=context)
+            pairs = list(itertools.islice(stream.read(0), MOST_STEPS * pairs_per_step))
+            num_pairs, told = None, f"the first {len(pairs)} pairs of {config.dataset_name}, a stream"
+        else:
+            pairs = load_pairs(config, outline.tokenizer, context_length=context).pairs
+            num_pairs, told = len(pairs), f"{len(pairs)} pairs of {config.dataset_name}"
+        if config.dataset_test_split is not None:
+            load_pairs(config, outline.tokenizer, split="test", context_length=context)
+        largest = max(int(max(p.prompt_ids.max(), p.chosen_ids.max(), p.rejected_ids.max())) for p in pairs)
+        check_token_ids(largest, outline.lm, len(outline.tokenizer))
+        return pairs, num_pairs, told
+    if limits.max_length is None:
+        raise ConfigError("max_length is not set and the model names no context; set it, for a dry run needs a length.")
     count = pairs_per_step * -(-FEWEST_PAIRS // pairs_per_step)
     pairs = assumed_pairs(config, limits.max_length, count)
     prompt, response = len(pairs[0].prompt_ids), len(pairs[0].chosen_ids)
@@ -155,7 +162,7 @@ def _step_lines(config: StochDPOConfig, counts: Forecast, world_size: int, num_p
         f"optimizer step  {schedule.pairs_per_step} pairs = {world_size} ranks x {pairs} x {steps}; "
         f"{counts.micro_batches} micro-batch(es) a rank, {cut}"
     ]
-    if num_pairs is not None:
+    if num_pairs is not None or config.streaming:
         lines.append(f"steps           {schedule.total_steps}, {schedule.warmup_steps} of them warm-up")
     return lines
 

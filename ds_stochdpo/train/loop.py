@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data import PreferencePair, Windows
+from ds_stochdpo.data.dataset import fingerprint_of
 from ds_stochdpo.engine import Metrics, StochDPOEngine
+from ds_stochdpo.errors import LockstepError
 from ds_stochdpo.packing import assign_to_ranks, pair_tokens
 from ds_stochdpo.pruning import PairDraw, full_draw, pair_cost
 from ds_stochdpo.train.progress import Progress
@@ -22,7 +25,7 @@ class Schedule:
 
     Attributes:
         pairs_per_step: Pairs of an optimizer step over all ranks; the last of an epoch may be short.
-        steps_per_epoch: Optimizer steps of one pass over the pairs.
+        steps_per_epoch: Optimizer steps of one pass over the pairs; of a stream, whose length is not known, all steps.
         total_steps: Optimizer steps of the run.
         warmup_steps: Steps in which the learning rate rises.
     """
@@ -33,12 +36,12 @@ class Schedule:
     warmup_steps: int
 
 
-def plan_schedule(config: StochDPOConfig, *, num_pairs: int, world_size: int) -> Schedule:
+def plan_schedule(config: StochDPOConfig, *, num_pairs: int | None, world_size: int) -> Schedule:
     """Step counts of a run.
 
     Args:
         config: Settings with batch sizes resolved.
-        num_pairs: Pairs of the training split.
+        num_pairs: Pairs of the training split; None: it is a stream, and `max_steps` is set.
         world_size: Ranks.
 
     Returns:
@@ -47,7 +50,7 @@ def plan_schedule(config: StochDPOConfig, *, num_pairs: int, world_size: int) ->
     assert config.per_device_train_batch_size is not None
     assert config.gradient_accumulation_steps is not None
     pairs_per_step = world_size * config.per_device_train_batch_size * config.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(num_pairs / pairs_per_step)
+    steps_per_epoch = config.max_steps if num_pairs is None else math.ceil(num_pairs / pairs_per_step)
     total = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
     warmup = config.warmup_steps
     return Schedule(
@@ -105,6 +108,8 @@ class TrainLoop:
         engine, step = self.engine, self.engine.step
         taken = self.windows.take(step)
         engine.epoch, window = taken.epoch, taken.pairs
+        if self.config.streaming:
+            self._check_alike(window)
         draws = engine.draw(window)
         own = self._share(window, draws)
         if self.config.log_draws:
@@ -136,6 +141,15 @@ class TrainLoop:
             for pair, draw in zip(pairs, draws, strict=True)
         ]
         return assign_to_ranks(costs, ranks.world_size)[ranks.rank]
+
+    def _check_alike(self, window: Sequence[PreferencePair]) -> None:
+        """Each rank reads the stream for itself, and a share of other pairs would be a silent mistake."""
+        read = zlib.crc32(fingerprint_of(window).encode())
+        if len({row[0] for row in self.engine.ranks.rows([read])}) > 1:
+            raise LockstepError(
+                f"optimizer step {self.engine.step + 1}: the ranks read different pairs from the stream; "
+                "give every rank the same files, or a hub set that does not change."
+            )
 
     def _progress(self, title: str, total: int, unit: str) -> Progress:
         return Progress(title, total, unit, is_shown=self.engine.ranks.is_main)

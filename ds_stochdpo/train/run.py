@@ -16,7 +16,16 @@ import torch
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.data import PairSet, PreferencePair, SetWindows, load_pairs
+from ds_stochdpo.data import (
+    PairSet,
+    PairStream,
+    PreferencePair,
+    SetWindows,
+    StreamWindows,
+    Windows,
+    load_pairs,
+    open_stream,
+)
 from ds_stochdpo.engine import (
     StochDPOEngine,
     add_reference,
@@ -62,9 +71,10 @@ def run_training(config: StochDPOConfig) -> None:
     resolved, ds = resolve_settings(config, config.deepspeed, world_size=world_size)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train_set, test_set = _load_data(config, tokenizer)
-    schedule = plan_schedule(resolved, num_pairs=len(train_set.pairs), world_size=world_size)
+    num_pairs = None if isinstance(train_set, PairStream) else len(train_set.pairs)
+    schedule = plan_schedule(resolved, num_pairs=num_pairs, world_size=world_size)
     set_seed(config.seed)
-    all_pairs = [*train_set.pairs, *(test_set.pairs if test_set else [])]
+    all_pairs = [pair for pairs in (train_set, test_set) if isinstance(pairs, PairSet) for pair in pairs.pairs]
     with process_group() as ranks:
         engine = _build_engine(config, ds, schedule, all_pairs, tokenizer)
         # Only now, when all settings have proved right, does anything of an earlier run go.
@@ -75,6 +85,7 @@ def run_training(config: StochDPOConfig) -> None:
             _announce(engine, schedule, train_set)
             loop = _train(engine, schedule, record, train_set, test_set, tokenizer)
             engine.export(output_dir, tokenizer)
+            facts["data"] = _data_facts(train_set, test_set)
             record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
         if ranks.is_main:
             write_report(output_dir)
@@ -85,24 +96,39 @@ def _train(
     engine: StochDPOEngine,
     schedule: Schedule,
     record: RunRecord,
-    train_set: PairSet,
+    train_set: PairSet | PairStream,
     test_set: PairSet | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> TrainLoop:
-    pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
+    windows: Windows
+    if isinstance(train_set, PairStream):
+        windows = StreamWindows(train_set, pairs_per_step=schedule.pairs_per_step)
+    else:
+        pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
+        windows = SetWindows(pairs, seed=engine.config.seed, pairs_per_step=schedule.pairs_per_step)
     test_pairs = _with_reference(engine, test_set, tokenizer, "held-out pairs") if test_set else []
     if engine.reference is not None and engine.config.reference == "cached":
         engine.reference.release()
         engine.reference = None
-    windows = SetWindows(pairs, seed=engine.config.seed, pairs_per_step=schedule.pairs_per_step)
     loop = TrainLoop(engine, schedule, record, windows, test_pairs)
     loop.run()
+    if isinstance(train_set, PairStream):
+        train_set.log_account()
     return loop
 
 
-def _load_data(config: StochDPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PairSet, PairSet | None]:
-    context = getattr(load_model_config(config.model_name_or_path), "max_position_embeddings", None)
-    train_set = load_pairs(config, tokenizer, context_length=context)
+def _load_data(
+    config: StochDPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PairSet | PairStream, PairSet | None]:
+    model_config, reference = load_model_config(config.model_name_or_path), _separate_reference(config)
+    context = getattr(model_config, "max_position_embeddings", None)
+    train_set: PairSet | PairStream
+    if config.streaming:
+        model_configs = [model_config, *([load_model_config(reference)] if reference else [])]
+        vocab_size = min(c.get_text_config().vocab_size for c in model_configs)
+        train_set = open_stream(config, tokenizer, context_length=context, vocab_size=vocab_size)
+    else:
+        train_set = load_pairs(config, tokenizer, context_length=context)
     has_test = config.dataset_test_split is not None
     return train_set, load_pairs(config, tokenizer, split="test", context_length=context) if has_test else None
 
@@ -119,7 +145,9 @@ def _build_engine(
     ref_lm = (
         load_policy(ref_name, frozen_settings(ds), bf16=bf16) if (ref_name := _separate_reference(config)) else None
     )
-    largest_id = max(int(ids.max()) for p in pairs for ids in (p.prompt_ids, p.chosen_ids, p.rejected_ids))
+    all_ids = (ids for p in pairs for ids in (p.prompt_ids, p.chosen_ids, p.rejected_ids))
+    # A stream checks its pairs as they come.
+    largest_id = max((int(ids.max()) for ids in all_ids), default=0)
     for model in (lm, ref_lm):
         if model is not None:
             check_token_ids(largest_id, model, len(tokenizer))
@@ -172,8 +200,9 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _facts(engine: StochDPOEngine, train_set: PairSet, test_set: PairSet | None, schedule: Schedule) -> dict[str, Any]:
-    sets = {"train": train_set} | ({"test": test_set} if test_set else {})
+def _facts(
+    engine: StochDPOEngine, train_set: PairSet | PairStream, test_set: PairSet | None, schedule: Schedule
+) -> dict[str, Any]:
     return {
         "settings": engine.config.to_dict(),
         "deepspeed": engine.ds_config,
@@ -184,29 +213,28 @@ def _facts(engine: StochDPOEngine, train_set: PairSet, test_set: PairSet | None,
         "threads": torch.get_num_threads(),
         "attention": engine.attention,
         "schedule": vars(schedule),
-        "data": {
-            name: {
-                "files": s.files,
-                "fingerprint": s.fingerprint,
-                "max_length": s.max_length,
-                "counts": s.counts,
-                "first_lines": s.first_lines,
-            }
-            for name, s in sets.items()
-        },
+        "data": _data_facts(train_set, test_set),
         "finished": False,
     }
 
 
-def _announce(engine: StochDPOEngine, schedule: Schedule, train_set: PairSet) -> None:
+def _data_facts(train_set: PairSet | PairStream, test_set: PairSet | None) -> dict[str, Any]:
+    """The account of each split; of a stream, as far as it was read."""
+    sets = {"train": train_set} | ({"test": test_set} if test_set else {})
+    names = ("files", "fingerprint", "max_length", "counts", "first_lines")
+    return {split: {name: getattr(pairs, name) for name in names} for split, pairs in sets.items()}
+
+
+def _announce(engine: StochDPOEngine, schedule: Schedule, train_set: PairSet | PairStream) -> None:
     if not engine.ranks.is_main:
         return
     config = engine.config
     stage = engine.ds_config.get("zero_optimization", {}).get("stage", 0)
     precision = "bf16" if config.bf16 else "fp32"
     logger.info(
-        "%d pairs, %d optimizer steps of %d pairs, %d rank(s), ZeRO stage %s, %s, attention %s, max_length %s",
-        len(train_set.pairs), schedule.total_steps, schedule.pairs_per_step, engine.ranks.world_size, stage,
+        "%s pairs, %d optimizer steps of %d pairs, %d rank(s), ZeRO stage %s, %s, attention %s, max_length %s",
+        "streamed" if isinstance(train_set, PairStream) else len(train_set.pairs), schedule.total_steps,
+        schedule.pairs_per_step, engine.ranks.world_size, stage,
         precision, engine.attention, train_set.max_length,
     )  # fmt: skip
     plan = config.pruning

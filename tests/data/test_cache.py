@@ -119,6 +119,7 @@ KEY_PARTS = {
     "max_prompt_length": (None, {"max_prompt_length": 3}),
     "truncation_mode": (None, {"truncation_mode": "keep_start"}),
     "max_samples": (None, {"max_samples": 5}),
+    "column_mapping": (None, {"column_mapping": {"chosen": "rejected", "rejected": "chosen"}}),
     "normaliser": (None, {"tokenizer": lower_cased()}),
     "added token": (None, {"tokenizer": with_token()}),
     "special token": (None, {"tokenizer": with_token(special=True)}),
