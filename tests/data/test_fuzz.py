@@ -110,9 +110,9 @@ def files(draw):
         # Behind a good row, faults are counted that would refuse the file where they stand first.
         written = [encoded(GOOD, True), *written] if draw(st.integers(0, 3)) else written
         content = mark + draw(st.sampled_from([b"\n", b"\r\n"])).join(written)
-        filled = [line for line in written if line.strip(b" \t\r\n")]
-        # A first line that opens a bracket may be the start of an array; a second mark is no blank.
-        count = None if not filled or filled[0].lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"[") else len(filled)
+        filled = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip(b" \t\r")]
+        # A first line that opens a bracket may be the start of an array.
+        count = None if not filled or filled[0].lstrip(b" \t\r").startswith(b"[") else len(filled)
     suffix = draw(st.sampled_from([".jsonl", ".json", ".jsonl.gz"]))
     if suffix.endswith(".gz"):
         content = gzip.compress(content)
