@@ -52,6 +52,9 @@ def test_rows_are_shown_as_the_model_sees_them(inspect):
     code, out, err = inspect(ROWS, "--rows", "3")
     assert (code, err) == (0, "")
     shown = out.split("4 rows read")[0]
+    prompt, chosen, rejected = map(
+        num_tokens, (chatml(user("Hi"), header=True), "one\n\ntwo<|im_end|>\n", "no<|im_end|>\n")
+    )
     assert shown == (
         "rows.jsonl, with the tokenizer of model\n\n"
         "|  not scored     >  scored     { }  both responses begin with this\n\n"
@@ -65,15 +68,15 @@ def test_rows_are_shown_as_the_model_sees_them(inspect):
         "row 2: rows.jsonl:2\n"
         "  makes no pair: not text (chosen is null)\n\n"
         "row 3: rows.jsonl:3\n"
-        f"  prompt: {num_tokens(chatml(user('Hi'), header=True))} tokens, not scored\n"
+        f"  prompt: {prompt} tokens, not scored\n"
         "    | <|im_start|>user\n"
         "    | Hi<|im_end|>\n"
         "    | <|im_start|>assistant\\n\n"
-        f"  chosen: {num_tokens('one' + chr(10) * 2 + 'two<|im_end|>' + chr(10))} tokens, scored\n"
+        f"  chosen: {chosen} tokens, scored\n"
         "    > one\n"
         "    > \n"
         "    > two<|im_end|>\\n\n"
-        "  rejected: 4 tokens, scored\n"
+        f"  rejected: {rejected} tokens, scored\n"
         "    > no<|im_end|>\\n\n\n"
     )
 
