@@ -20,6 +20,7 @@ from ds_stochdpo.data.tally import BrokenRow, printable
 from ds_stochdpo.errors import DataError
 
 _JSON_SPACE = " \t\r\n"
+_MAX_DEPTH = 100
 _SPACES = re.compile(f"[{_JSON_SPACE}]*")
 
 
@@ -76,7 +77,7 @@ def _decode(raw: bytes) -> str | BrokenRow:
 
 def _parse(line: str) -> Any:
     try:
-        return json.loads(line)
+        return _checked_depth(json.loads(line))
     except json.JSONDecodeError as error:
         found = f"{error.msg}, column {error.colno}"
     except (ValueError, RecursionError) as error:
@@ -111,7 +112,7 @@ def _array_elements(text: str) -> Iterator[tuple[Any, int]]:
     if text[at : at + 1] != "]":
         while True:
             value, end = decoder.raw_decode(text, at)
-            yield value, at
+            yield _checked_depth(value), at
             at = _skip_space(text, end)
             if text[at : at + 1] != ",":
                 break
@@ -121,6 +122,26 @@ def _array_elements(text: str) -> Iterator[tuple[Any, int]]:
     end = _skip_space(text, at + 1)
     if end < len(text):
         raise json.JSONDecodeError("Extra data", text, end)
+
+
+def _checked_depth(value: Any) -> Any:
+    """`value`, if all that walks through it later (templates, pickle, repr) can do so.
+
+    Raises:
+        ValueError: If it is nested too deeply.
+    """
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        if not level:
+            return value
+        level = [inner for item in level for inner in _inside(item)]
+    raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
 
 
 def _skip_space(text: str, at: int) -> int:

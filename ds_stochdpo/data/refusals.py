@@ -26,14 +26,17 @@ _NUMBERED = re.compile(r"(.*?(?:response|output|answer|completion|text|reply|ref
 
 def refusal(row: dict[str, Any]) -> BadRowError:
     """The error for a row without both a chosen and a rejected column, by the name of its layout if that is known."""
-    tail = (
-        f"; columns found: {column_list(row)}. Accepted: {'; '.join(ACCEPTED_LAYOUTS)}. Columns of other names can be "
-        "renamed by column_mapping: question=prompt,good=chosen,bad=rejected"
-    )
+    columns = f"columns found: {column_list(row)}"
     found = _name_layout(row)
     if found:
-        return BadRowError("not a preference pair", found + tail)
-    return BadRowError("no known layout", "no known layout has these columns" + tail)
+        return BadRowError("not a preference pair", f"{found}; {columns}")
+    single = next((name for name in _ONE_RESPONSE if name in row), None)
+    looks = f" (supervised data, with one response a row in {single}?)" if single and len(row) < 3 else ""
+    return BadRowError(
+        "no known layout",
+        f"no known layout has these columns{looks}; {columns}. Accepted: {'; '.join(ACCEPTED_LAYOUTS)}. Columns of "
+        "other names can be renamed by column_mapping: question=prompt,good=chosen,bad=rejected",
+    )
 
 
 def _name_layout(row: dict[str, Any]) -> str | None:
@@ -54,8 +57,6 @@ def _name_layout(row: dict[str, Any]) -> str | None:
             f"{several} is a list of responses without a preference; write one that is better to chosen and one that "
             "is worse to rejected"
         )
-    if single and not any("reject" in name or "chosen" in name for name in row):
-        return f"this looks like supervised data: one response a row ({single}), nothing to compare it with"
     return None
 
 

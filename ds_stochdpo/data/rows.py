@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,14 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.data.columns import Row, renamed_rows
+from ds_stochdpo.data.columns import Row, column_list, renamed_rows
 from ds_stochdpo.data.json_rows import json_rows
 from ds_stochdpo.data.tally import printable
 from ds_stochdpo.errors import ConfigError, DataError
 
+logger = logging.getLogger(__name__)
+
 JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 _ACCEPTED = ", ".join(DATA_SUFFIXES)
+# Data in formats that are not read: a folder that holds some is said to, for its rows would be missed.
+_OTHER_SUFFIXES = (".csv", ".tsv", ".arrow", ".ndjson", ".jsonlines", ".txt", ".zst", ".bz2", ".xz", ".zip", ".tar",
+                   ".csv.gz", ".tar.gz")  # fmt: skip
 # Sidecars that `datasets` writes next to the data.
 _METADATA_NAMES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 
@@ -146,9 +152,18 @@ def _existing(path: Path, key: str) -> Path:
 
 
 def _folder_files(folder: Path, key: str, split: str, held_out: str | None) -> tuple[Path, ...]:
-    direct = [path for path in sorted(folder.iterdir()) if _is_data_file(path, folder)]
-    # A local copy of a hub set keeps its files below data/.
-    files = direct or [path for path in sorted(folder.rglob("*")) if _is_data_file(path, folder)]
+    try:
+        found = sorted(folder.iterdir())
+        files = [path for path in found if _is_data_file(path, folder)]
+        if not files:
+            # A local copy of a hub set keeps its files below data/.
+            found = sorted(folder.rglob("*"))
+            files = [path for path in found if _is_data_file(path, folder)]
+    except OSError as error:
+        raise DataError(f"dataset_name {folder}: cannot be read: {error.strerror}.") from error
+    left_out = [path for path in found if path.name.endswith(_OTHER_SUFFIXES)]
+    if files and left_out:
+        logger.warning("%s: not read, for their format: %s; accepted: %s", folder, _names(left_out), _ACCEPTED)
     if not files:
         raise DataError(f"dataset_name {folder}: no data file in this folder; accepted: {_ACCEPTED}.")
     named = tuple(path for path in files if _has_word(path, folder, split))
@@ -173,7 +188,7 @@ def _has_word(path: Path, folder: Path, word: str) -> bool:
 
 
 def _names(files: list[Path]) -> str:
-    return ", ".join(path.name for path in files)
+    return column_list(path.name for path in files)
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -192,7 +207,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             for row in batch.to_pylist():
                 number += 1
                 yield row, f"{place}:{number}"
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{place}: cannot be read as parquet: {error}.") from error
 
 
@@ -205,7 +220,7 @@ def _load_hub(name: str, split: str, *, streaming: bool) -> Any:
             loaded = datasets.load_from_disk(str(Path(name).expanduser()))
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"dataset_name {name}, split {split}: cannot be loaded: {error}") from error
 
 

@@ -289,7 +289,7 @@ REFUSED = {
     "answers of models": (
         {"prompt": "x", "completions": [{"model": "m", "completion": "a"}]}, "completions is a list of responses"
     ),
-    "supervised": ({"messages": CAPITAL + SEOUL}, "supervised data"),
+    "supervised": ({"messages": CAPITAL + SEOUL}, r"no known layout .*\(supervised data, .* in messages\?\)"),
     "one column missing": ({"prompt": "x", "chosen": "y"}, "no known layout .*: prompt, chosen. Accepted"),
     "no columns": ({}, "columns found: none"),
     "user at the end": (

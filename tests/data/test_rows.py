@@ -74,6 +74,23 @@ def test_a_folder_is_read_in_name_order(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_folder_says_which_data_it_does_not_read(tmp_path, caplog):
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    for name in ("b.jsonl.zst", "c.csv", "LICENSE"):
+        (tmp_path / name).write_text("")
+    assert [row for row, _ in read(tmp_path)] == ROWS
+    (notice,) = (record.getMessage() for record in caplog.records)
+    assert "not read, for their format: b.jsonl.zst, c.csv; accepted: .json" in notice
+
+
+def test_text_in_parquet_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    raw = pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": raw, "chosen": ["a"], "rejected": ["b"]}), path)
+    with pytest.raises(DataError, match=r"rows.parquet: cannot be read as parquet: .*utf-8"):
+        read(path)
+
+
 def test_a_folder_with_files_named_after_splits_keeps_them_apart(tmp_path):
     (tmp_path / "data").mkdir()
     write_rows(tmp_path / "data" / "train-00000.jsonl", ROWS[:3])
@@ -133,7 +150,8 @@ BROKEN_LINES = {
     "latin": (b'{"prompt": "\xe9"}', "not UTF-8", "not UTF-8 (invalid continuation byte at byte 12)"),
     "two rows": (b'{"prompt": "x"} {"prompt": "y"}', "not JSON", "Extra data, column 17"),
     "endless number": (b'{"prompt": ' + b"1" * 5000 + b"}", "not JSON", "integer string"),
-    "deep": (b'{"prompt": ' + b"[" * 100000, "not JSON", "recursion"),
+    "endless": (b'{"prompt": ' + b"[" * 100000, "not JSON", "recursion"),
+    "deep": (b'{"a":' * 101 + b"1" + b"}" * 101, "not JSON", "nested more than 100 levels"),
 }
 
 
@@ -166,6 +184,7 @@ BROKEN = {
     "more.json": (b'[\n{"prompt": "x"}]\n[]', r"more.json:3: not valid JSON \(Extra data"),
     "latin.json": (b'[\n{"prompt": "x"},\n{"prompt": "\xe9"}]', r"latin.json:3: not UTF-8"),
     "number.json": (b'[\n{"prompt": ' + b"1" * 5000 + b"}]", r"number.json:1: not valid JSON in what follows"),
+    "deep.json": (b"[\n" + b"[" * 101 + b"]" * 102, r"deep.json:1: not valid JSON in what follows \(nested more"),
     "cut.json.gz": (gzip.compress(INDENTED.encode())[:-12], r"cut.json.gz: cannot be read"),
     "plain.jsonl.gz": (lines(ROWS).encode(), r"plain.jsonl.gz: cannot be read"),
     "damaged.jsonl.gz": (gzip.compress(lines(ROWS).encode())[:-8] + bytes(8), r"damaged.jsonl.gz: cannot be read"),
