@@ -62,7 +62,7 @@ def test_a_lock_that_grows_old_while_it_is_waited_for_ends_the_start(lock, monke
     monkeypatch.setattr(compiled_ops, "time", clock)
     lock.touch()
     os.utime(lock, (clock.now, clock.now))
-    with pytest.raises(ConfigError, match="cpu_adam is locked by .* 16 minutes old"), compiled_ops.guarded_builds():
+    with pytest.raises(ConfigError, match=r"cpu_adam is locked by .* 16 minutes old"), compiled_ops.guarded_builds():
         CPUAdamBuilder().load()
     waits = [r.getMessage() for r in caplog.records if "waiting for another build" in r.getMessage()]
     assert len(waits) == 1
