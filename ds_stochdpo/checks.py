@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 import warnings
 from typing import Any
@@ -82,6 +83,8 @@ def _check_sizes(config: Any) -> None:
     for key in ("per_device_eval_batch_size", "logging_steps", "score_chunk_rows"):
         require_int(key, getattr(config, key), low=1)
     require_int("seed", config.seed, low=0)
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", str(config.max_shard_size)):
+        raise ConfigError(f"max_shard_size is {config.max_shard_size!r}; write a whole number and KB, MB, GB or TB.")
     if config.max_length is not None and config.max_length < 2:
         raise ConfigError("max_length is 1; a pair needs one prompt and one response token: set 2 or more.")
 

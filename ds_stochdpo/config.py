@@ -98,6 +98,7 @@ class StochDPOConfig:
         None, "Split that is evaluated: a split name, or a json/jsonl/jsonl.gz/parquet file. None: no evaluation."
     )
     output_dir: str = _doc("outputs", "Folder for the final model, metrics.jsonl, run.json and the report.")
+    max_shard_size: str = _doc("5GB", "Largest weight file of the exported model: a number with KB, MB, GB or TB.")
     overwrite_output_dir: bool = _doc(False, "Replace what an earlier run left in output_dir.")
     deepspeed: str | None = _doc(
         None, "Path of the DeepSpeed JSON. None: ZeRO stage 0. In ds_configs: zero2 (GPUs that each hold all weights), "

@@ -195,6 +195,12 @@ def test_a_pair_needs_two_tokens():
     assert StochDPOConfig(max_prompt_length=1).max_prompt_length == 1
 
 
+@pytest.mark.parametrize("value", ["", "5", "5 GB", "0GB", "-1GB", "5gb", "1.5GB", 5, None])
+def test_a_shard_size_has_a_unit(value):
+    refused(rf"^max_shard_size is {value!r}; write a whole number and KB, MB, GB or TB\.$", max_shard_size=value)
+    assert StochDPOConfig(max_shard_size="20MB").max_shard_size == "20MB"
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, "0", None, True])
 def test_seed_is_a_whole_number(value):
     refused(rf"^seed is {value!r}; it must be a whole number of at least 0\.$", seed=value)
