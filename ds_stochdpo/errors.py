@@ -23,3 +23,7 @@ class LockstepError(StochDPOError, RuntimeError):
 
 class ExportError(StochDPOError, RuntimeError):
     """Exported weights were read back and are not what was trained."""
+
+
+class CheckpointError(StochDPOError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not fit the run that would continue from it."""
