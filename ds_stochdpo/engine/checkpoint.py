@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -122,11 +123,16 @@ def load_checkpoint(engine: StochDPOEngine, folder: Path) -> dict[str, Any]:
     # Scoring may have left gathers under way, which DeepSpeed 0.19.8 refuses to partition.
     engine.deepspeed.empty_partition_cache()
     is_same = stage == 0 or (state["zero_stage"], state["world_size"]) == (stage, ranks.world_size)
-    with weights_only():
-        if is_same:
-            engine.deepspeed.load_checkpoint(str(folder), tag=_TAG)
-        else:
-            load_universal(engine.deepspeed, ranks, folder, _TAG)
+    try:
+        with weights_only():
+            if is_same:
+                engine.deepspeed.load_checkpoint(str(folder), tag=_TAG)
+            else:
+                load_universal(engine.deepspeed, ranks, folder, _TAG)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded without running what a file in it asks for ({' '.join(str(error).split())})."
+        ) from error
     if engine.step != state["step"]:
         raise CheckpointError(f"{folder} says optimizer step {state['step']}, but DeepSpeed loaded {engine.step}.")
     _load_generators(folder, ranks.rank, same_ranks=state["world_size"] == ranks.world_size)
