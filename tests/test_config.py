@@ -47,6 +47,7 @@ COUNTS = (
     "gradient_accumulation_steps",
     "max_tokens_per_micro_batch",
     "eval_steps",
+    "save_steps",
     "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
@@ -374,3 +375,29 @@ def test_evaluation_needs_held_out_pairs():
     refused(r"^eval_steps is 5, but dataset_test_split names no pairs", eval_steps=5)
     refused(r"^dataset_test_split is train, which is dataset_train_split too", dataset_test_split="train")
     assert StochDPOConfig(eval_steps=5, dataset_test_split="test").eval_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kept"),
+    [
+        ("resume_from_checkpoint", True, "latest"),
+        ("resume_from_checkpoint", "true", "latest"),
+        ("resume_from_checkpoint", "latest", "latest"),
+        ("resume_from_checkpoint", False, None),
+        ("resume_from_checkpoint", "false", None),
+        ("resume_from_checkpoint", "out/checkpoint-8", "out/checkpoint-8"),
+        ("resume_override", "True", "true"),
+        ("resume_override", "false", None),
+        ("resume_override", "beta,seed", "beta,seed"),
+    ],
+)
+def test_resuming_is_said_by_words_or_truth_values(key, value, kept):
+    settings = {"resume_from_checkpoint": "latest", key: value}
+    assert getattr(StochDPOConfig(**settings), key) == kept
+
+
+def test_resuming_that_makes_no_sense():
+    refused(r"^resume_from_checkpoint is 8; it must be a text, true or false", resume_from_checkpoint=8)
+    refused(r"^resume_override is 'beta', but nothing is resumed", resume_override="beta")
+    refused(r"^save_total_limit is 2, but save_steps is not set", save_total_limit=2)
+    refused(r"^save_total_limit is 0; it must be a whole number of at least 1", save_total_limit=0, save_steps=5)
