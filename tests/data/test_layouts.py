@@ -55,6 +55,10 @@ SAME = {
         "prompt": None, "conversations": [human("Capital?")], "chosen": gpt("Seoul"), "rejected": gpt("Madrid"),
         "instruction": None, "chosen_messages": None,
     },
+    "messages columns beside empty ones": {
+        "prompt": None, "chosen": None, "rejected": None, "chosen_messages": CAPITAL + SEOUL,
+        "rejected_messages": CAPITAL + MADRID,
+    },
 }  # fmt: skip
 
 
