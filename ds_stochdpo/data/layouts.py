@@ -75,40 +75,27 @@ def canonical_row(row: Any) -> CanonicalRow:
         raise BadRowError("not an object", f"the row is {json_kind(row)}; it must be an object with columns")
     names = _response_columns(row)
     chosen, rejected = (_read_side(row[name], name) for name in names)
-    used = set(names)
     if isinstance(chosen, str) is not isinstance(rejected, str):
-        kinds = {True: "a string", False: "messages"}
+        kinds = ("a string", "messages") if isinstance(chosen, str) else ("messages", "a string")
         raise BadRowError(
             "responses of two kinds",
-            f"chosen is {kinds[isinstance(chosen, str)]} but rejected is {kinds[isinstance(rejected, str)]}; both must "
-            "be of one kind",
+            f"{names[0]} is {kinds[0]} but {names[1]} is {kinds[1]}; both must be of one kind",
         )
     column = next((name for name in ("prompt", "conversations", "instruction") if row.get(name) is not None), "prompt")
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if column == "prompt" and not isinstance(row.get("prompt"), list):
-            return _from_strings(row, chosen, rejected, used)
-        chosen, rejected = _assistant(chosen), _assistant(rejected)
-    assert isinstance(chosen, list)
-    assert isinstance(rejected, list)
-    used |= {column, "tools", "chat_template_kwargs"} & set(row)
-    prompt: list[Message] = []
-    # Whole conversations hold the prompt themselves, better than a string does.
-    if isinstance(row.get(column), list) or not (_is_whole(chosen) and _is_whole(rejected)):
-        prompt, more = _read_prompt(row, column)
-        used |= more & set(row)
-    return CanonicalRow(
-        *split_conversations(prompt, chosen, rejected),
-        frozenset(used),
-        read_tools(row.get("tools")),
-        _template_options(row.get("chat_template_kwargs")),
-    )
+    is_text = column == "prompt" and not isinstance(row.get("prompt"), list)
+    if is_text and isinstance(chosen, str) and isinstance(rejected, str):
+        return _from_strings(row, chosen, rejected, names)
+    return _from_messages(row, column, _as_messages(chosen), _as_messages(rejected), names)
 
 
 def _response_columns(row: dict[str, Any]) -> tuple[str, str]:
-    for names in (("chosen", "rejected"), ("chosen_messages", "rejected_messages")):
-        if all(name in row for name in names):
-            return names
-    raise refusal(row)
+    pairs = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+    # Where files of two layouts were joined, the columns of one are empty.
+    filled = [names for names in pairs if all(row.get(name) is not None for name in names)]
+    there = [names for names in pairs if all(name in row for name in names)]
+    if not there:
+        raise refusal(row)
+    return (filled or there)[0]
 
 
 def _read_side(value: Any, field: str) -> Side:
@@ -127,11 +114,31 @@ def _read_side(value: Any, field: str) -> Side:
     return messages
 
 
-def _from_strings(row: dict[str, Any], chosen: str, rejected: str, used: set[str]) -> CanonicalRow:
+def _from_strings(row: dict[str, Any], chosen: str, rejected: str, names: tuple[str, str]) -> CanonicalRow:
     if "prompt" in row:
-        used.add("prompt")
-        return CanonicalRow(require_text(row["prompt"], "prompt"), chosen, rejected, frozenset(used))
-    return CanonicalRow(*split_transcripts(chosen, rejected), frozenset(used))
+        return CanonicalRow(require_text(row["prompt"], "prompt"), chosen, rejected, frozenset({*names, "prompt"}))
+    return CanonicalRow(*split_transcripts(chosen, rejected), frozenset(names))
+
+
+def _from_messages(
+    row: dict[str, Any], column: str, chosen: list[Message], rejected: list[Message], names: tuple[str, str]
+) -> CanonicalRow:
+    used = {*names, column, "tools", "chat_template_kwargs"}
+    prompt: list[Message] = []
+    # Whole conversations hold the prompt themselves, better than a string does.
+    if isinstance(row.get(column), list) or not (_is_whole(chosen) and _is_whole(rejected)):
+        prompt, more = _read_prompt(row, column)
+        used |= more
+    return CanonicalRow(
+        *split_conversations(prompt, chosen, rejected),
+        frozenset(used & set(row)),
+        read_tools(row.get("tools")),
+        _template_options(row.get("chat_template_kwargs")),
+    )
+
+
+def _as_messages(side: Side) -> list[Message]:
+    return _assistant(side) if isinstance(side, str) else side
 
 
 def _assistant(text: str) -> list[Message]:

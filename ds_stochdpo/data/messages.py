@@ -23,6 +23,8 @@ FROM_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+# How files write that a message calls nothing.
+_NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": ({}, "")}
 # What a message says; other keys (weights, ids, dates) do not make two messages different.
 _SAYING = ("role", "content", "tool_calls", "reasoning_content", "thinking")
 
@@ -95,7 +97,7 @@ def _read_message(value: Any, field: str) -> Message:
         raise BadRowError("not text", f"{field} is {json_kind(value)}, not a message")
     if "role" not in value:
         return _read_sharegpt(value, field)
-    message = {key: item for key, item in value.items() if item is not None}
+    message = {key: item for key, item in value.items() if item not in (None, *_NO_CALLS.get(key, ()))}
     message["role"] = require_text(value["role"], f"{field}.role")
     if "function_call" in message:
         message.setdefault("tool_calls", [{"type": "function", "function": message.pop("function_call")}])

@@ -41,6 +41,7 @@ SAME = {
     "one message, not a list": pair(CAPITAL, SEOUL[0], MADRID[0]),
     "text parts": pair([user([{"type": "text", "text": "Capital?"}])], SEOUL, MADRID),
     "null keys of a columnar file": pair([{**CAPITAL[0], "name": None, "tool_calls": None}], SEOUL, MADRID),
+    "empty lists of calls": pair(CAPITAL, [{**SEOUL[0], "tool_calls": []}], [{**MADRID[0], "function_call": {}}]),
     "sharegpt": {"conversations": [human("Capital?")], "chosen": gpt("Seoul"), "rejected": gpt("Madrid")},
     "sharegpt, whole": {
         "chosen": [human("Capital?"), gpt("Seoul")],
@@ -53,6 +54,10 @@ SAME = {
     "columns of other layouts without a value": {
         "prompt": None, "conversations": [human("Capital?")], "chosen": gpt("Seoul"), "rejected": gpt("Madrid"),
         "instruction": None, "chosen_messages": None,
+    },
+    "messages columns beside empty ones": {
+        "prompt": None, "chosen": None, "rejected": None, "chosen_messages": CAPITAL + SEOUL,
+        "rejected_messages": CAPITAL + MADRID,
     },
 }  # fmt: skip
 
