@@ -7,10 +7,12 @@ where that holds a number, else the default in their help text.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_stochdpo.checks import check_settings, require_choice, require_number, to_float
+from ds_stochdpo.checks import COLUMNS, check_settings, require_choice, require_number, to_float
+from ds_stochdpo.errors import faults_with
 
 POSITION_SAMPLERS = ("systematic", "bernoulli", "fixed", "stratified")
 PREFIX_SAMPLERS = ("two_point", "floor", "uniform", "geometric")
@@ -21,6 +23,17 @@ LOSS_TYPES = ("sigmoid", "robust", "hinge")
 LR_SCHEDULERS = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
                  "inverse_sqrt")  # fmt: skip
 """Schedules of transformers that need no argument of their own."""
+
+_MAPPING_HELP = (
+    "Columns that have other names, as THEIRS=OURS: question=prompt,good=chosen,bad=rejected (or a JSON object, or a "
+    f"mapping in YAML). OURS is one of {', '.join(COLUMNS)}."
+)
+_ERRORS_HELP = (
+    "What a broken row does: stop ends the run, skip drops and counts it. Broken rows: "
+    f"{faults_with('data_errors')}. Whatever this says, dropped and counted are: {faults_with('drop')}. An error if a "
+    f"set begins with it, else dropped and counted: {faults_with('first row')}. Always an error: "
+    f"{faults_with('stop')}, and files that cannot be read or are no whole JSON array."
+)
 
 
 def _doc(default: Any, text: str) -> Any:
@@ -85,7 +98,8 @@ class StochDPOConfig:
         None, "Split that is evaluated: a split name, or a json/jsonl/jsonl.gz/parquet file. None: no evaluation."
     )
     output_dir: str = _doc("outputs", "Folder for the final model, metrics.jsonl, run.json and the report.")
-    overwrite_output_dir: bool = _doc(False, "Replace what an earlier run left in output_dir.")
+    max_shard_size: str = _doc("5GB", "Largest weight file of the exported model: a number with KB, MB, GB or TB.")
+    overwrite_output_dir: bool = _doc(False, "Replace what an earlier run left in output_dir, its checkpoints too.")
     deepspeed: str | None = _doc(
         None, "Path of the DeepSpeed JSON. None: ZeRO stage 0. In ds_configs: zero2 (GPUs that each hold all weights), "
         "zero3 (GPUs, everything sharded), zero3_offload (GPUs with too little memory for that: weights and optimizer "
@@ -113,11 +127,22 @@ class StochDPOConfig:
     )  # fmt: skip
     reference_cache_dir: str | None = _doc(None, "Folder of the reference cache. None: ~/.cache/ds_stochdpo.")
 
+    column_mapping: Mapping[str, str] | None = _doc(None, _MAPPING_HELP)
+    data_errors: Literal["stop", "skip"] = _doc("stop", _ERRORS_HELP)
+
     max_length: int | None = _doc(None, "Longest prompt plus response, in tokens. None: the model's context.")
     max_prompt_length: int | None = _doc(None, "Longest prompt, in tokens. None: what max_length leaves.")
     truncation_mode: Literal["keep_end", "keep_start"] = _doc(
         "keep_end", "Which end of a prompt that is too long is kept. Responses are cut at their end."
     )
+    dataset_num_proc: int | None = _doc(
+        None, "Processes that tokenise. None: one for each core that this process may use, 16 at most. Their work is "
+        "kept in the cache of `datasets` (HF_DATASETS_CACHE).",
+    )  # fmt: skip
+    streaming: bool = _doc(
+        False, "Read and tokenise the training pairs while the run goes on, in the order of the stream, not shuffled; "
+        "nothing is kept. Needs max_steps and reference: online or none; dataset_test_split is loaded as usual.",
+    )  # fmt: skip
     max_samples: int | None = _doc(None, "Use at most this many rows of each split, from its start. None: all.")
 
     per_device_train_batch_size: int | None = _doc(None, "Pairs of one rank in one micro-step (default 8).")
@@ -140,6 +165,17 @@ class StochDPOConfig:
     max_steps: int = _doc(-1, "Optimizer steps; -1: as num_train_epochs says.")
     logging_steps: int = _doc(1, "Optimizer steps between lines of metrics.jsonl.")
     eval_steps: int | None = _doc(None, "Optimizer steps between evaluations. None: before and after training.")
+    save_steps: int | None = _doc(
+        None, "Optimizer steps between checkpoints; the last step is saved too. None: no checkpoints."
+    )
+    save_total_limit: int | None = _doc(None, "Keep only this many checkpoints, the newest. None: all.")
+    resume_from_checkpoint: str | None = _doc(
+        None, "Continue from this checkpoint folder; latest (or true): from the newest complete one in output_dir, "
+        "or from the beginning where no run has left anything. None: start anew.",
+    )  # fmt: skip
+    resume_override: str | None = _doc(
+        None, "Settings that may differ from those of the checkpoint, joined by commas; true: all of them."
+    )
     seed: int = _doc(0, "Seed of data order and draws.")
     bf16: bool | None = _doc(None, "Train in bfloat16 with fp32 master weights, ZeRO stages 1 to 3 (default false).")
     gradient_checkpointing: bool = _doc(False, "Recompute the layers of the live lane in the backward pass.")

@@ -27,8 +27,9 @@ import ds_stochdpo
 from ds_stochdpo.data import PreferencePair
 from ds_stochdpo.engine import process_group
 from ds_stochdpo.model import family_of_config
+from ds_stochdpo.model.rehearsal import rehearse_stock
 from ds_stochdpo.pruning import ModelShape, full_draw
-from ds_stochdpo.pruning.memory import activation_bytes, recompute_peak, unchunked_logits_bytes
+from ds_stochdpo.pruning.memory import recompute_peak
 
 MIB = 2**20
 WARM_TOKENS = 32
@@ -199,10 +200,10 @@ def predict(settings: argparse.Namespace) -> tuple[dict[str, int], int]:
         chunk_rows=settings.score_chunk_rows,
         offload=settings.offload and torch.cuda.is_available(),
     )
-    stock = unchunked_logits_bytes(shape, rows=2 * row) + activation_bytes(
-        shape, live_tokens=2 * row, frozen_tokens=0, weight_bytes=width, checkpointing=True
-    )
-    return parts, stock
+    with torch.device("meta"):
+        lm = LlamaForCausalLM(config).to(getattr(torch, settings.dtype))
+    kernel = "flash" if torch.cuda.is_available() else "sdpa"
+    return parts, rehearse_stock(lm, rows=2, length=row, checkpointing=True, kernel=kernel).peak
 
 
 def free_bytes() -> int:

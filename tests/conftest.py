@@ -1,13 +1,23 @@
 """What every test shares: few threads, no network, and one process group of one process."""
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tokenised pairs are kept there; removed when the tests end.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="datasets-")
 
 import pytest
 import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays():
+    yield
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"])
 
 
 @pytest.fixture(autouse=True)

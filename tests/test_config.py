@@ -27,6 +27,7 @@ CHOICES = {
     "loss_type": LOSS_TYPES,
     "reference": ("cached", "online", "none"),
     "truncation_mode": ("keep_end", "keep_start"),
+    "data_errors": ("stop", "skip"),
     "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
     "coefficient": ("sampled",),
     "position_sampler": POSITION_SAMPLERS,
@@ -40,11 +41,13 @@ COUNTS = (
     "max_length",
     "max_prompt_length",
     "max_samples",
+    "dataset_num_proc",
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
     "max_tokens_per_micro_batch",
     "eval_steps",
+    "save_steps",
     "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
@@ -194,6 +197,12 @@ def test_a_pair_needs_two_tokens():
     assert StochDPOConfig(max_prompt_length=1).max_prompt_length == 1
 
 
+@pytest.mark.parametrize("value", ["", "5", "5 GB", "0GB", "-1GB", "5gb", "1.5GB", 5, None])
+def test_a_shard_size_has_a_unit(value):
+    refused(rf"^max_shard_size is {value!r}; write a whole number and KB, MB, GB or TB\.$", max_shard_size=value)
+    assert StochDPOConfig(max_shard_size="20MB").max_shard_size == "20MB"
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, "0", None, True])
 def test_seed_is_a_whole_number(value):
     refused(rf"^seed is {value!r}; it must be a whole number of at least 0\.$", seed=value)
@@ -313,8 +322,25 @@ def test_smoothing_that_leaves_no_preference_is_warned_of():
         StochDPOConfig(label_smoothing=0.5)
 
 
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ("a=prompt", "column_mapping is 'a=prompt'; it must map"),
+        ({}, r"column_mapping is \{\}"),
+        ({"a": 1}, "column_mapping is .*it must map"),
+        ({1: "prompt"}, "column_mapping is .*it must map"),
+        ({"a": "promt"}, "'a' 'promt', which is none of our columns: prompt, chosen, rejected"),
+        ({"prompt": "question"}, "It is written as their column, then ours: question=prompt"),
+        ({"a": "prompt", "b": "prompt"}, "column_mapping gives two columns the name 'prompt'"),
+    ],
+)
+def test_a_column_mapping_gives_our_names_once_each(value, match):
+    refused(match, column_mapping=value)
+    assert StochDPOConfig(column_mapping={"a": "prompt", "b": "tools"}).column_mapping == {"a": "prompt", "b": "tools"}
+
+
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-            "log_draws", "score_recompute", "bf16", "activation_offload")  # fmt: skip
+            "log_draws", "score_recompute", "streaming", "bf16", "activation_offload")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)
@@ -326,6 +352,20 @@ def test_switches_are_true_or_false(key, value):
 def test_every_switch_is_tested():
     hints = typing.get_type_hints(StochDPOConfig)
     assert {name for name, hint in hints.items() if hint in (bool, bool | None)} == set(SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"reference": "none"}, r"^streaming is true, but max_steps is -1;.*set max_steps"),
+        ({"max_steps": 5}, r"^streaming is true, but reference is cached,.*use reference: online or none"),
+    ],
+)
+def test_a_stream_needs_a_number_of_steps_and_no_pass_ahead(settings, match):
+    refused(match, streaming=True, **settings)
+    assert StochDPOConfig(**settings).streaming is False
+    for reference in ("online", "none"):
+        assert StochDPOConfig(streaming=True, max_steps=5, reference=reference).streaming is True
 
 
 def test_a_reference_model_needs_a_reference():
@@ -343,3 +383,29 @@ def test_evaluation_needs_held_out_pairs():
     refused(r"^eval_steps is 5, but dataset_test_split names no pairs", eval_steps=5)
     refused(r"^dataset_test_split is train, which is dataset_train_split too", dataset_test_split="train")
     assert StochDPOConfig(eval_steps=5, dataset_test_split="test").eval_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kept"),
+    [
+        ("resume_from_checkpoint", True, "latest"),
+        ("resume_from_checkpoint", "true", "latest"),
+        ("resume_from_checkpoint", "latest", "latest"),
+        ("resume_from_checkpoint", False, None),
+        ("resume_from_checkpoint", "false", None),
+        ("resume_from_checkpoint", "out/checkpoint-8", "out/checkpoint-8"),
+        ("resume_override", "True", "true"),
+        ("resume_override", "false", None),
+        ("resume_override", "beta,seed", "beta,seed"),
+    ],
+)
+def test_resuming_is_said_by_words_or_truth_values(key, value, kept):
+    settings = {"resume_from_checkpoint": "latest", key: value}
+    assert getattr(StochDPOConfig(**settings), key) == kept
+
+
+def test_resuming_that_makes_no_sense():
+    refused(r"^resume_from_checkpoint is 8; it must be a text, true or false", resume_from_checkpoint=8)
+    refused(r"^resume_override is 'beta', but nothing is resumed", resume_override="beta")
+    refused(r"^save_total_limit is 2, but save_steps is not set", save_total_limit=2)
+    refused(r"^save_total_limit is 0; it must be a whole number of at least 1", save_total_limit=0, save_steps=5)

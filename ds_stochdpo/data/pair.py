@@ -41,8 +41,10 @@ class PreferencePair:
             ids = getattr(self, name)
             if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not len(ids) or ids.dtype.kind not in "iu":
                 raise DataError(f"pair {self.pair_id}: {name} must be a 1-D integer array of at least one token id.")
-        for side in ("chosen", "rejected"):
-            logps, ids = getattr(self, f"{side}_ref_logps"), getattr(self, f"{side}_ids")
+        for side, ids, logps in (
+            ("chosen", self.chosen_ids, self.chosen_ref_logps),
+            ("rejected", self.rejected_ids, self.rejected_ref_logps),
+        ):
             if logps is not None and logps.shape != ids.shape:
                 raise DataError(f"pair {self.pair_id}: {len(ids)} {side} tokens, but {len(logps)} reference log-probs.")
 

@@ -27,6 +27,7 @@ class Family:
         norm_keeps_rows: The model's forward reshapes the norm's output, so it must keep its length.
         mlp: Feed-forward block, or router and experts together, as a path below a layer.
         ffn_matrices: Matrices of the feed-forward block: 3 if gated, else 2.
+        ends_in_product: A layer ends in its last feed-forward matrix and the residual sum, with nothing between them.
         embedding_multiplier: Setting the model's forward multiplies the embedding by, outside the embedding module.
         logits_divisor: Setting the logits are divided by.
         attention_softcap: Setting that caps attention scores.
@@ -43,6 +44,7 @@ class Family:
     norm_keeps_rows: bool = False
     mlp: str = "mlp"
     ffn_matrices: int = 3
+    ends_in_product: bool = True
     embedding_multiplier: str = ""
     logits_divisor: str = ""
     attention_softcap: str = ""
@@ -76,6 +78,7 @@ class Family:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab=config.vocab_size,
             ffn_matrices=self.ffn_matrices,
+            ends_in_product=self.ends_in_product,
         )
 
     def _ffn(self, config: Any) -> int:
@@ -86,6 +89,10 @@ class Family:
         return int(dense or 4 * config.hidden_size)
 
 
+def _sparse(expert_ffn: str) -> Family:
+    return Family(expert_ffn=expert_ffn, router="mlp.gate", experts="mlp.experts", ends_in_product=False)
+
+
 _LLAMA_LIKE = Family()
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA_LIKE,
@@ -93,14 +100,16 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _LLAMA_LIKE,
     "qwen3": _LLAMA_LIKE,
     "phi3": _LLAMA_LIKE,
-    "olmo2": _LLAMA_LIKE,
+    "olmo2": Family(ends_in_product=False),
     "smollm3": _LLAMA_LIKE,
-    "gemma2": Family(attention_softcap="attn_logit_softcapping"),
+    "gemma2": Family(attention_softcap="attn_logit_softcapping", ends_in_product=False),
     # transformers 5.24 keeps attn_logit_softcapping in Gemma3's config and never passes it to the attention.
-    "gemma3_text": Family(rotary_by_layer_type=True),
+    "gemma3_text": Family(rotary_by_layer_type=True, ends_in_product=False),
     "granite": Family(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
-    "qwen3_moe": Family(expert_ffn="moe_intermediate_size", router="mlp.gate", experts="mlp.experts"),
-    "mixtral": Family(expert_ffn="intermediate_size", router="mlp.gate", experts="mlp.experts"),
+    "qwen3_moe": Family(
+        expert_ffn="moe_intermediate_size", router="mlp.gate", experts="mlp.experts", ends_in_product=False
+    ),
+    "mixtral": Family(expert_ffn="intermediate_size", router="mlp.gate", experts="mlp.experts", ends_in_product=False),
     "gpt2": Family("h", "ln_f", (("wte", False), ("wpe", True)), "", norm_keeps_rows=True, ffn_matrices=2),
 }
 """Keyed by `config.model_type`; each is tested against the model's own forward."""

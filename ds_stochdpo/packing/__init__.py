@@ -9,6 +9,7 @@ from ds_stochdpo.packing.plan import (
     draw,
     draw_lengths,
     lane_tokens,
+    pair_lengths,
     pair_tokens,
 )
 from ds_stochdpo.packing.segments import AttentionSegments, cu_seqlens
@@ -29,5 +30,6 @@ __all__ = [
     "draw_lengths",
     "lane_tokens",
     "pack_lanes",
+    "pair_lengths",
     "pair_tokens",
 ]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.errors import ConfigError
-from ds_stochdpo.pruning.cost import PairTokens
-from ds_stochdpo.pruning.draws import BranchDraw, PairDraw, draw_pairs
+from ds_stochdpo.pruning.cost import PairLengths, PairTokens, drawn_tokens, pair_lanes
+from ds_stochdpo.pruning.draws import PairDraw, draw_pairs
 
 
 def draw(pairs: Sequence[PreferencePair], config: StochDPOConfig, *, epoch: int = 0, step: int = 0) -> list[PairDraw]:
@@ -111,11 +111,13 @@ def lane_tokens(
         Tokens of both lanes.
     """
     tokens = pair_tokens(pair, draw, share_response_start=share_response_start)
-    live = (tokens.chosen if draw.kept != "rejected" else 0) + (tokens.rejected if draw.kept != "chosen" else 0)
-    frozen = tokens.chosen + tokens.rejected - live
-    live_copies = 2 if draw.kept == "both" and not share_prompt else 1
-    frozen_copies = 0 if draw.kept == "both" or share_prompt else 1
-    return LaneTokens(live + live_copies * tokens.prompt, frozen + frozen_copies * tokens.prompt)
+    lanes = pair_lanes(tokens, share_prompt=share_prompt)
+    return LaneTokens(lanes.live_tokens, lanes.frozen_tokens)
+
+
+def pair_lengths(pair: PreferencePair) -> PairLengths:
+    """Lengths of a pair, in the terms of `pruning.step_work`."""
+    return PairLengths(len(pair.prompt_ids), len(pair.chosen_ids), len(pair.rejected_ids), pair.shared_start)
 
 
 def pair_tokens(pair: PreferencePair, draw: PairDraw, *, share_response_start: bool = True) -> PairTokens:
@@ -127,21 +129,9 @@ def pair_tokens(pair: PreferencePair, draw: PairDraw, *, share_response_start: b
         share_response_start: As in `pack_lanes`; a shared start counts as prompt.
 
     Returns:
-        Tokens run and positions scored of each part; the rows of a shared start are not counted.
+        Tokens run and positions scored of each part.
     """
-    shared = pair.shared_start if share_response_start else 0
-    return PairTokens(
-        prompt=len(pair.prompt_ids) + shared,
-        chosen=_own_inputs(draw.chosen, shared),
-        rejected=_own_inputs(draw.rejected, shared),
-        chosen_scored=int((draw.chosen.positions >= shared).sum()),
-        rejected_scored=int((draw.rejected.positions >= shared).sum()),
-        kept=draw.kept,
-    )
-
-
-def _own_inputs(draw: BranchDraw, shared: int) -> int:
-    return max(0, int(draw.positions[-1]) - shared) if len(draw.positions) else 0
+    return drawn_tokens(pair_lengths(pair), draw, share_response_start=share_response_start)
 
 
 def assign_to_ranks(costs: Sequence[int], world_size: int) -> list[list[int]]:

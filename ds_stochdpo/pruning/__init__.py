@@ -10,7 +10,8 @@ METHOD.md beside this file holds the numbered equations and says what is unbiase
 """
 
 from ds_stochdpo.pruning.branches import draw_branches
-from ds_stochdpo.pruning.cost import ModelShape, PairTokens, forward_flops, pair_cost
+from ds_stochdpo.pruning.cost import AttentionCount, ModelShape, PairLengths, PairTokens, pair_cost
+from ds_stochdpo.pruning.counter import count_flops
 from ds_stochdpo.pruning.draws import BranchDraw, PairDraw, draw_pairs, draw_response, full_draw
 from ds_stochdpo.pruning.objective import (
     branch_coefficient,
@@ -21,23 +22,30 @@ from ds_stochdpo.pruning.objective import (
 from ds_stochdpo.pruning.positions import inclusion_probs, num_uniforms, sample_positions
 from ds_stochdpo.pruning.prefixes import PrefixLaw, check_prefix_feasible, prefix_keep_range, prefix_law
 from ds_stochdpo.pruning.rng import Purpose, permutation, uniform
+from ds_stochdpo.pruning.work import StepWork, Variant, expected_step_work, ladder, step_work
 
 __all__ = [
+    "AttentionCount",
     "BranchDraw",
     "ModelShape",
     "PairDraw",
+    "PairLengths",
     "PairTokens",
     "PrefixLaw",
     "Purpose",
+    "StepWork",
+    "Variant",
     "branch_coefficient",
     "check_prefix_feasible",
+    "count_flops",
     "draw_branches",
     "draw_pairs",
     "draw_response",
-    "forward_flops",
+    "expected_step_work",
     "full_draw",
     "inclusion_probs",
     "jensen_gap_bound",
+    "ladder",
     "num_uniforms",
     "pair_cost",
     "permutation",
@@ -46,5 +54,6 @@ __all__ = [
     "prefix_law",
     "pruned_surrogate",
     "sample_positions",
+    "step_work",
     "uniform",
 ]

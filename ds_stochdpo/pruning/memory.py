@@ -1,9 +1,7 @@
-"""Bytes that one rank holds: weights, gradients and optimizer under ZeRO, activations and the output head.
+"""Bytes of a model's state on one rank: weights, gradients and optimizer under ZeRO.
 
-Arithmetic only. The state of the model is exact up to padding (measured in DeepSpeed 0.19.8); activations are a model
-of what autograd keeps, good to some tens of percent. Left out: communication buckets, ZeRO-3's small weights that
-stay whole, what the allocator wastes, and the device's own context. Entry: `model_state`, `activation_bytes`,
-`head_bytes`.
+Arithmetic only, exact up to padding (measured in DeepSpeed 0.19.8). Left out: communication buckets, ZeRO-3's small
+weights that stay whole, what the allocator wastes, and the device's own context. Entry: `model_state`.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ VOCAB_TILE = 8192
 """Columns of the vocabulary that meet a chunk of rows at once; a tile of 256 rows stays in the cache of a CPU core."""
 TILE_BYTES = 8
 """Of one logit in a tile at its peak: fp32 twice, or once beside its 16-bit form."""
-LOGIT_BYTES = 12
-"""Of one logit of a head without tiles at its peak: the logit, its log-softmax and the gradient, each fp32."""
 
 
 @dataclass(frozen=True)
@@ -100,50 +96,6 @@ def _held(num_bytes: int, is_on_host: bool) -> Held:
     return Held(host=num_bytes) if is_on_host else Held(num_bytes)
 
 
-def activation_bytes(
-    shape: ModelShape,
-    *,
-    live_tokens: int,
-    frozen_tokens: int,
-    weight_bytes: int,
-    checkpointing: bool,
-    mlp_tile_tokens: int | None = None,
-    offload: bool = False,
-) -> int:
-    """Activations of the decoder layers at the peak of one micro-batch.
-
-    A live token keeps, in each layer, about 6 rows of the model's width, 2 of the keys' and 4 of the feed-forward
-    block. With checkpointing it keeps one row a layer, and the rest of one layer at a time. A frozen
-    token keeps nothing behind the layer it is in.
-
-    Args:
-        shape: The model.
-        live_tokens: Tokens run with gradient.
-        frozen_tokens: Tokens run without.
-        weight_bytes: 2 for bf16, 4 for fp32.
-        checkpointing: Whether layers of the live lane are recomputed in the backward pass.
-        mlp_tile_tokens: Tokens that meet a feed-forward block at once, each with 6 rows of it; None: all.
-        offload: Whether the inputs of recomputed layers wait on the host, but for those of two layers.
-
-    Returns:
-        Bytes on the device, without the output head. A model of what is kept, not a bound.
-
-    Source: our derivation; within a quarter of what autograd saves in a small Llama and GPT-2 (tests).
-    """
-    hidden, ffn, kv_width = shape.hidden, shape.ffn, shape.kv_heads * shape.head_dim
-    layer, frozen, tile = 6 * hidden + 2 * kv_width, 4 * hidden, 0
-    if mlp_tile_tokens is None:
-        layer, frozen = layer + 4 * ffn, frozen + 2 * ffn
-    else:
-        tile = 6 * ffn * min(mlp_tile_tokens, max(live_tokens, frozen_tokens))
-    if checkpointing:
-        # The input of every layer is kept in the dtype of the weights.
-        live = hidden * (min(2, shape.layers) if offload else shape.layers) + layer
-    else:
-        live = layer * shape.layers
-    return weight_bytes * (live_tokens * live + frozen_tokens * frozen + tile)
-
-
 def recompute_peak(
     shape: ModelShape,
     *,
@@ -180,35 +132,3 @@ def recompute_peak(
         "one feed-forward tile": weight_bytes * 6 * shape.ffn * min(mlp_tile_tokens, live_tokens),
         "one head tile": TILE_BYTES * chunk_rows * min(VOCAB_TILE, shape.vocab),
     }
-
-
-def head_bytes(
-    shape: ModelShape, *, live_rows: int, chunk_rows: int, recompute: bool, weight_bytes: int
-) -> dict[str, int]:
-    """Memory of the output head in its backward pass.
-
-    Args:
-        shape: The model.
-        live_rows: Scored rows with gradient in one micro-batch.
-        chunk_rows: `score_chunk_rows`.
-        recompute: `score_recompute`; False keeps the slope of every row.
-        weight_bytes: 2 for bf16, 4 for fp32.
-
-    Returns:
-        Bytes of one tile's logits, of slopes that are kept (a tile is then as wide as the vocabulary), and of the
-        gradient of the head's matrix, which is summed over the tiles in fp32 whatever the weights are.
-    """
-    matrix = shape.vocab * shape.hidden
-    # 16-bit weights: beside the fp32 sum, one chunk's product and then the rounded result.
-    beside = weight_bytes if weight_bytes < MASTER_BYTES else 0
-    columns = min(VOCAB_TILE, shape.vocab) if recompute else shape.vocab
-    return {
-        "chunk": TILE_BYTES * columns * min(chunk_rows, live_rows),
-        "kept": 0 if recompute else weight_bytes * shape.vocab * live_rows,
-        "gradient": (MASTER_BYTES + beside) * matrix if live_rows else 0,
-    }
-
-
-def unchunked_logits_bytes(shape: ModelShape, *, rows: int) -> int:
-    """Logits of `rows` rows at once, which a head without chunks would hold."""
-    return LOGIT_BYTES * shape.vocab * rows

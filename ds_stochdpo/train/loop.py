@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.data import PreferencePair, epoch_order, step_batches
+from ds_stochdpo.data import PreferencePair, Windows
+from ds_stochdpo.data.dataset import fingerprint_of
 from ds_stochdpo.engine import Metrics, StochDPOEngine
+from ds_stochdpo.errors import LockstepError
 from ds_stochdpo.packing import assign_to_ranks, pair_tokens
 from ds_stochdpo.pruning import PairDraw, full_draw, pair_cost
+from ds_stochdpo.train.checkpoints import Checkpoints
 from ds_stochdpo.train.progress import Progress
 from ds_stochdpo.train.record import RunRecord
 
@@ -24,7 +26,7 @@ class Schedule:
 
     Attributes:
         pairs_per_step: Pairs of an optimizer step over all ranks; the last of an epoch may be short.
-        steps_per_epoch: Optimizer steps of one pass over the pairs.
+        steps_per_epoch: Optimizer steps of one pass over the pairs; of a stream, whose length is not known, all steps.
         total_steps: Optimizer steps of the run.
         warmup_steps: Steps in which the learning rate rises.
     """
@@ -35,12 +37,12 @@ class Schedule:
     warmup_steps: int
 
 
-def plan_schedule(config: StochDPOConfig, *, num_pairs: int, world_size: int) -> Schedule:
+def plan_schedule(config: StochDPOConfig, *, num_pairs: int | None, world_size: int) -> Schedule:
     """Step counts of a run.
 
     Args:
         config: Settings with batch sizes resolved.
-        num_pairs: Pairs of the training split.
+        num_pairs: Pairs of the training split; None: it is a stream, and `max_steps` is set.
         world_size: Ranks.
 
     Returns:
@@ -49,7 +51,7 @@ def plan_schedule(config: StochDPOConfig, *, num_pairs: int, world_size: int) ->
     assert config.per_device_train_batch_size is not None
     assert config.gradient_accumulation_steps is not None
     pairs_per_step = world_size * config.per_device_train_batch_size * config.gradient_accumulation_steps
-    steps_per_epoch = math.ceil(num_pairs / pairs_per_step)
+    steps_per_epoch = config.max_steps if num_pairs is None else math.ceil(num_pairs / pairs_per_step)
     total = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * steps_per_epoch)
     warmup = config.warmup_steps
     return Schedule(
@@ -65,8 +67,10 @@ class TrainLoop:
         engine: StochDPOEngine,
         schedule: Schedule,
         record: RunRecord,
-        pairs: Sequence[PreferencePair],
+        windows: Windows,
         test_pairs: Sequence[PreferencePair] = (),
+        *,
+        checkpoints: Checkpoints,
     ) -> None:
         """Set up the loop.
 
@@ -74,40 +78,72 @@ class TrainLoop:
             engine: The policy.
             schedule: Step counts.
             record: Where metrics go.
-            pairs: Training pairs with reference log-probs, alike on every rank.
+            windows: Training pairs of each step, with reference log-probs if those are cached; alike on every rank.
             test_pairs: Held-out pairs, likewise; none: no evaluation.
+            checkpoints: Where the run is saved.
         """
         self.engine, self.schedule, self.record = engine, schedule, record
-        self.pairs, self.test_pairs = pairs, test_pairs
+        self.windows, self.test_pairs = windows, test_pairs
+        self.checkpoints = checkpoints
         self.config = engine.config
         self.evaluations: list[dict[str, Any]] = []
+        self._unlogged: list[Metrics] = []
 
     def run(self) -> None:
         """Train, with an evaluation before and after. Collective."""
-        self.evaluate()
-        window: list[Metrics] = []
-        with self._progress("training", self.schedule.total_steps, "step") as bar:
-            while self.engine.step < self.schedule.total_steps:
+        total = self.schedule.total_steps
+        if self.engine.step == 0 and not self.evaluations:
+            self.evaluate()
+        with self._progress("training", total, "step", done=self.engine.step) as bar:
+            while self.engine.step < total:
                 metrics = self.train_step()
-                window.append(metrics)
-                step = self.engine.step
                 bar.advance(1, f"loss {metrics['loss']:.4f}, margin {metrics['rewards/margins']:.4f}")
-                if step % self.config.logging_steps == 0 or step == self.schedule.total_steps:
-                    epoch = step / self.schedule.steps_per_epoch
-                    self.record.metrics({"step": step, "epoch": epoch, **_summary(window)})
-                    window = []
-                if self.config.eval_steps and step % self.config.eval_steps == 0 and step < self.schedule.total_steps:
-                    self.evaluate()
+                self._after_step(metrics, is_last=self.engine.step == total)
         self.evaluate()
+
+    def _after_step(self, metrics: Metrics, *, is_last: bool) -> None:
+        """What is due after an optimizer step; the checkpoint comes last, so that it covers all that was logged."""
+        config, step = self.config, self.engine.step
+        self._unlogged.append(metrics)
+        if step % config.logging_steps == 0 or is_last:
+            self.record.metrics({"step": step, "epoch": self._epochs(), **_summary(self._unlogged)})
+            self._unlogged = []
+        if config.eval_steps and step % config.eval_steps == 0 and not is_last:
+            self.evaluate()
+        if config.save_steps and (step % config.save_steps == 0 or is_last):
+            self.save_checkpoint()
+
+    def save_checkpoint(self) -> None:
+        """Save a complete checkpoint of the present step; nothing if it is saved already. Collective.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
+        """
+        self.checkpoints.save(
+            self.engine,
+            {
+                "passes": self._epochs(),
+                "unlogged": [{name: _to_json(value) for name, value in m.items()} for m in self._unlogged],
+                "lines": self.record.flush(),
+                "first_evaluation": self.evaluations[0] if self.evaluations else None,
+            },
+        )
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Take up what `save_checkpoint` kept beside the engine's own state."""
+        self._unlogged = [{name: float(value) for name, value in m.items()} for m in progress["unlogged"]]
+        self.evaluations = [progress["first_evaluation"]] if progress["first_evaluation"] else []
 
     def train_step(self) -> Metrics:
-        """One optimizer step on the next window of the epoch's order. Collective.
+        """One optimizer step on the next window. Collective.
 
-        Every rank knows all pairs, so each draws for the whole window and takes its own share of it.
+        Every rank knows all pairs of the window, so each draws for the whole of it and takes its own share.
         """
         engine, step = self.engine, self.engine.step
-        engine.epoch = step // self.schedule.steps_per_epoch
-        window = [self.pairs[i] for i in self._window(step)]
+        taken = self.windows.take(step)
+        engine.epoch, window = taken.epoch, taken.pairs
+        if self.config.streaming:
+            self._check_alike(window)
         draws = engine.draw(window)
         own = self._share(window, draws)
         if self.config.log_draws:
@@ -121,8 +157,7 @@ class TrainLoop:
         own = self._share(self.test_pairs, [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in self.test_pairs])
         with self._progress("evaluating", len(own), "pair") as bar:
             metrics = self.engine.evaluate([self.test_pairs[i] for i in own], bar.advance)
-        step = self.engine.step
-        line = {"step": step, "epoch": step / self.schedule.steps_per_epoch}
+        line = {"step": self.engine.step, "epoch": self._epochs()}
         line |= {f"eval_{name}": value for name, value in metrics.items()}
         self.evaluations.append(line)
         self.record.metrics(line)
@@ -140,12 +175,25 @@ class TrainLoop:
         ]
         return assign_to_ranks(costs, ranks.world_size)[ranks.rank]
 
-    def _window(self, step: int) -> np.ndarray:
-        order = epoch_order(len(self.pairs), self.config.seed, step // self.schedule.steps_per_epoch)
-        return step_batches(order, self.schedule.pairs_per_step)[step % self.schedule.steps_per_epoch]
+    def _check_alike(self, window: Sequence[PreferencePair]) -> None:
+        """Each rank reads the stream for itself, and a share of other pairs would be a silent mistake."""
+        read = zlib.crc32(fingerprint_of(window).encode())
+        if len({row[0] for row in self.engine.ranks.rows([read])}) > 1:
+            raise LockstepError(
+                f"optimizer step {self.engine.step + 1}: the ranks read different pairs from the stream; "
+                "give every rank the same files, or a hub set that does not change."
+            )
 
-    def _progress(self, title: str, total: int, unit: str) -> Progress:
-        return Progress(title, total, unit, is_shown=self.engine.ranks.is_main)
+    def _epochs(self) -> float:
+        return self.windows.passes(self.engine.step)
+
+    def _progress(self, title: str, total: int, unit: str, done: int = 0) -> Progress:
+        return Progress(title, total, unit, is_shown=self.engine.ranks.is_main, done=done)
+
+
+def _to_json(value: float) -> float | str:
+    """JSON has no word for what is not finite; `float` reads these."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _summary(window: Sequence[Metrics]) -> Metrics:

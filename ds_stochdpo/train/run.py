@@ -16,8 +16,18 @@ import torch
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.data import PairSet, PreferencePair, load_pairs
+from ds_stochdpo.data import (
+    PairSet,
+    PairStream,
+    PreferencePair,
+    SetWindows,
+    StreamWindows,
+    Windows,
+    load_pairs,
+    open_stream,
+)
 from ds_stochdpo.engine import (
+    Ranks,
     StochDPOEngine,
     add_reference,
     check_token_ids,
@@ -31,11 +41,15 @@ from ds_stochdpo.engine import (
     resolve_settings,
     weights_digest,
 )
+from ds_stochdpo.engine.checkpoint import load_checkpoint
 from ds_stochdpo.errors import ConfigError
+from ds_stochdpo.train.checkpoints import Checkpoints
 from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
+from ds_stochdpo.train.output_dir import claim_for, hold_output_dir
 from ds_stochdpo.train.progress import Progress
-from ds_stochdpo.train.record import RunRecord, claim_for, commit, versions
+from ds_stochdpo.train.record import RunRecord, commit, versions
 from ds_stochdpo.train.report import write_report
+from ds_stochdpo.train.resume import Start, choose_start, run_identity
 from ds_stochdpo.train.trackers import check_trackers, start_trackers
 
 logger = logging.getLogger(__name__)
@@ -57,51 +71,105 @@ def run_training(config: StochDPOConfig) -> None:
     started = time.time()
     output_dir = Path(config.output_dir)
     check_trackers(config)
-    stale = claim_for(config)
+    claim_for(config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolved, ds = resolve_settings(config, config.deepspeed, world_size=world_size)
     tokenizer = load_tokenizer(config.model_name_or_path)
     train_set, test_set = _load_data(config, tokenizer)
-    schedule = plan_schedule(resolved, num_pairs=len(train_set.pairs), world_size=world_size)
+    num_pairs = None if isinstance(train_set, PairStream) else len(train_set.pairs)
+    schedule = plan_schedule(resolved, num_pairs=num_pairs, world_size=world_size)
     set_seed(config.seed)
-    all_pairs = [*train_set.pairs, *(test_set.pairs if test_set else [])]
-    with process_group() as ranks:
+    all_pairs = [pair for pairs in (train_set, test_set) if isinstance(pairs, PairSet) for pair in pairs.pairs]
+    with process_group() as ranks, hold_output_dir(output_dir, ranks):
+        # Again, now that no other run can write there.
+        claim = ranks.on_main(lambda: claim_for(config))
+        digests = _digests(config, ranks)
+        identity = run_identity(resolved, ds, train_set, digests, world_size=world_size)
+        start = choose_start(resolved, ranks, ds, identity)
         engine = _build_engine(config, ds, schedule, all_pairs, tokenizer)
+        checkpoints = Checkpoints(output_dir, limit=config.save_total_limit, identity=identity)
         # Only now, when all settings have proved right, does anything of an earlier run go.
-        with RunRecord(output_dir, writes=ranks.is_main, stale=stale) as record:
+        with RunRecord(output_dir, writes=ranks.is_main, stale=claim.stale) as record:
             facts = _facts(engine, train_set, test_set, schedule)
+            facts["resumed"] = [*record.earlier.get("resumed", []), *([start.record] if start else [])]
             record.run(facts)
-            record.trackers = start_trackers(engine.config, writes=ranks.is_main)
+            record.trackers = start_trackers(
+                engine.config, writes=ranks.is_main, first_step=start.state["step"] + 1 if start else None
+            )
             _announce(engine, schedule, train_set)
-            loop = _train(engine, schedule, record, train_set, test_set, tokenizer)
+            windows, test_pairs = _pairs_to_train(
+                engine, train_set, test_set, tokenizer, digests, pairs_per_step=schedule.pairs_per_step
+            )
+            loop = TrainLoop(engine, schedule, record, windows, test_pairs, checkpoints=checkpoints)
+            if start:
+                _restore(loop, start, continues=claim.continues)
+            if config.save_steps:
+                checkpoints.warn_if_tight(engine, -(-schedule.total_steps // config.save_steps))
+            loop.run()
+            if isinstance(train_set, PairStream):
+                train_set.log_account()
             engine.export(output_dir, tokenizer)
+            facts["data"] = _data_facts(train_set, test_set)
             record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
         if ranks.is_main:
             write_report(output_dir)
             _announce_end(loop, output_dir)
 
 
-def _train(
+def _restore(loop: TrainLoop, start: Start, *, continues: bool) -> None:
+    """Load the checkpoint; after the reference was scored, for which the policy had to be the initial one."""
+    load_checkpoint(loop.engine, start.folder)
+    loop.restore(start.progress)
+    if continues:
+        loop.record.cut(start.progress["lines"])
+        loop.checkpoints.last_step = loop.engine.step
+
+
+def _digests(config: StochDPOConfig, ranks: Ranks) -> dict[str, str | None]:
+    """Digests of the model and of a separate reference; None where nothing would be compared with them."""
+    names = {"model": config.model_name_or_path, "reference_model": config.ref_model_name_or_path}
+    if config.reference != "cached" and not config.save_steps and not config.resume_from_checkpoint:
+        return dict.fromkeys(names)
+    # One rank reads the weight files; a 70B model would else be read once a rank.
+    return ranks.on_main(lambda: {key: weights_digest(name) if name else None for key, name in names.items()})
+
+
+def _pairs_to_train(
     engine: StochDPOEngine,
-    schedule: Schedule,
-    record: RunRecord,
-    train_set: PairSet,
+    train_set: PairSet | PairStream,
     test_set: PairSet | None,
     tokenizer: PreTrainedTokenizerBase,
-) -> TrainLoop:
-    pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
-    test_pairs = _with_reference(engine, test_set, tokenizer, "held-out pairs") if test_set else []
+    digests: dict[str, str | None],
+    *,
+    pairs_per_step: int,
+) -> tuple[Windows, list[PreferencePair]]:
+    """Windows of the training pairs, and the held-out pairs, with the reference's log-probs if those are cached."""
+    weights = digests["reference_model"] or digests["model"] or ""
+    windows: Windows
+    if isinstance(train_set, PairStream):
+        windows = StreamWindows(train_set, pairs_per_step=pairs_per_step)
+    else:
+        pairs = _with_reference(engine, train_set, tokenizer, weights, "training pairs")
+        windows = SetWindows(pairs, seed=engine.config.seed, pairs_per_step=pairs_per_step)
+    test_pairs = _with_reference(engine, test_set, tokenizer, weights, "held-out pairs") if test_set else []
     if engine.reference is not None and engine.config.reference == "cached":
         engine.reference.release()
         engine.reference = None
-    loop = TrainLoop(engine, schedule, record, pairs, test_pairs)
-    loop.run()
-    return loop
+    return windows, test_pairs
 
 
-def _load_data(config: StochDPOConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PairSet, PairSet | None]:
-    context = getattr(load_model_config(config.model_name_or_path), "max_position_embeddings", None)
-    train_set = load_pairs(config, tokenizer, context_length=context)
+def _load_data(
+    config: StochDPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PairSet | PairStream, PairSet | None]:
+    model_config, reference = load_model_config(config.model_name_or_path), _separate_reference(config)
+    context = getattr(model_config, "max_position_embeddings", None)
+    train_set: PairSet | PairStream
+    if config.streaming:
+        model_configs = [model_config, *([load_model_config(reference)] if reference else [])]
+        vocab_size = min(c.get_text_config().vocab_size for c in model_configs)
+        train_set = open_stream(config, tokenizer, context_length=context, vocab_size=vocab_size)
+    else:
+        train_set = load_pairs(config, tokenizer, context_length=context)
     has_test = config.dataset_test_split is not None
     return train_set, load_pairs(config, tokenizer, split="test", context_length=context) if has_test else None
 
@@ -118,7 +186,9 @@ def _build_engine(
     ref_lm = (
         load_policy(ref_name, frozen_settings(ds), bf16=bf16) if (ref_name := _separate_reference(config)) else None
     )
-    largest_id = max(int(ids.max()) for p in pairs for ids in (p.prompt_ids, p.chosen_ids, p.rejected_ids))
+    all_ids = (ids for p in pairs for ids in (p.prompt_ids, p.chosen_ids, p.rejected_ids))
+    # A stream checks its pairs as they come.
+    largest_id = max((int(ids.max()) for ids in all_ids), default=0)
     for model in (lm, ref_lm):
         if model is not None:
             check_token_ids(largest_id, model, len(tokenizer))
@@ -140,14 +210,11 @@ def _separate_reference(config: StochDPOConfig) -> str | None:
 
 
 def _with_reference(
-    engine: StochDPOEngine, pair_set: PairSet, tokenizer: PreTrainedTokenizerBase, what: str
+    engine: StochDPOEngine, pair_set: PairSet, tokenizer: PreTrainedTokenizerBase, weights: str, what: str
 ) -> list[PreferencePair]:
     config, ranks = engine.config, engine.ranks
     if config.reference != "cached":
         return pair_set.pairs
-    # One rank reads the weight files; a 70B model would else be read once a rank.
-    name = config.ref_model_name_or_path or config.model_name_or_path
-    weights = ranks.from_main(weights_digest(name) if ranks.is_main else None)
     key = reference_key(
         weights=weights,
         tokenizer=_tokenizer_digest(tokenizer),
@@ -171,8 +238,9 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _facts(engine: StochDPOEngine, train_set: PairSet, test_set: PairSet | None, schedule: Schedule) -> dict[str, Any]:
-    sets = {"train": train_set} | ({"test": test_set} if test_set else {})
+def _facts(
+    engine: StochDPOEngine, train_set: PairSet | PairStream, test_set: PairSet | None, schedule: Schedule
+) -> dict[str, Any]:
     return {
         "settings": engine.config.to_dict(),
         "deepspeed": engine.ds_config,
@@ -183,29 +251,28 @@ def _facts(engine: StochDPOEngine, train_set: PairSet, test_set: PairSet | None,
         "threads": torch.get_num_threads(),
         "attention": engine.attention,
         "schedule": vars(schedule),
-        "data": {
-            name: {
-                "files": s.files,
-                "fingerprint": s.fingerprint,
-                "max_length": s.max_length,
-                "counts": s.counts,
-                "first_lines": s.first_lines,
-            }
-            for name, s in sets.items()
-        },
+        "data": _data_facts(train_set, test_set),
         "finished": False,
     }
 
 
-def _announce(engine: StochDPOEngine, schedule: Schedule, train_set: PairSet) -> None:
+def _data_facts(train_set: PairSet | PairStream, test_set: PairSet | None) -> dict[str, Any]:
+    """The account of each split; of a stream, as far as it was read."""
+    sets = {"train": train_set} | ({"test": test_set} if test_set else {})
+    names = ("files", "fingerprint", "max_length", "counts", "first_lines")
+    return {split: {name: getattr(pairs, name) for name in names} for split, pairs in sets.items()}
+
+
+def _announce(engine: StochDPOEngine, schedule: Schedule, train_set: PairSet | PairStream) -> None:
     if not engine.ranks.is_main:
         return
     config = engine.config
     stage = engine.ds_config.get("zero_optimization", {}).get("stage", 0)
     precision = "bf16" if config.bf16 else "fp32"
     logger.info(
-        "%d pairs, %d optimizer steps of %d pairs, %d rank(s), ZeRO stage %s, %s, attention %s, max_length %s",
-        len(train_set.pairs), schedule.total_steps, schedule.pairs_per_step, engine.ranks.world_size, stage,
+        "%s pairs, %d optimizer steps of %d pairs, %d rank(s), ZeRO stage %s, %s, attention %s, max_length %s",
+        "streamed" if isinstance(train_set, PairStream) else len(train_set.pairs), schedule.total_steps,
+        schedule.pairs_per_step, engine.ranks.world_size, stage,
         precision, engine.attention, train_set.max_length,
     )  # fmt: skip
     plan = config.pruning

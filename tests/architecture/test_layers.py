@@ -13,7 +13,7 @@ PACKAGE = Path(ds_stochdpo.__file__).parent
 FLOORS = ("config", "pruning", "data", "packing", "model", "engine", "train", "launch")
 """Lowest first; `config` stands for config.py, checks.py and errors.py."""
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-LAUNCH = sorted((ROOT / "launch").glob("*.py"))
+LAUNCH = sorted((ROOT / "launch").rglob("*.py"))
 
 
 def floor_of(parts):

@@ -9,7 +9,7 @@ import ds_stochdpo
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ds_stochdpo.__file__).parent
-SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").glob("*.py")])
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "launch").rglob("*.py")])
 MAX_FILE_LINES = 350
 MAX_CODE_LINES = 60
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

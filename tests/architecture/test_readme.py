@@ -17,7 +17,7 @@ def mapped_files():
 
 
 def test_the_map_has_a_line_for_every_file():
-    patterns = ("ds_stochdpo/**/*.py", "launch/*.py", "launch/*.sh", "launch/recipes/*.yaml", "ds_configs/*.json")
+    patterns = ("ds_stochdpo/**/*.py", "launch/**/*.py", "launch/*.sh", "launch/recipes/*.yaml", "ds_configs/*.json")
     files = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
     files = {f for f in files if not f.endswith("__init__.py")}
     assert files - mapped_files() == set()
@@ -32,8 +32,13 @@ def test_both_commands_are_there_and_run():
 
 
 def test_flags_in_the_readme_exist():
-    launcher = {"num_accelerators", "hostfile", "no_ssh", "node_rank", "master_addr", "master_port", "nnodes",
-                "nproc_per_node", "pairs", "config", "help", "nodes", "ntasks-per-node", "gpus-per-node"}  # fmt: skip
+    launcher = {
+        *("num_accelerators", "hostfile", "no_ssh", "node_rank", "master_addr", "master_port", "nnodes"),
+        *("nproc_per_node", "nodes", "ntasks-per-node", "gpus-per-node", "config", "help"),
+        *("workloads", "trl", "layers"),
+        *("prompt_tokens", "chosen_tokens", "rejected_tokens", "tflops", "gpus_per_node", "link_gbps", "node_gbps"),
+        *("plans", "json"),
+    }
     fields = {f.name for f in dataclasses.fields(StochDPOConfig)}
     assert set(re.findall(r"--([a-z][a-z_-]+)", README)) - launcher - fields == set()
 

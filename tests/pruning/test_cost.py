@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_stochdpo.pruning.cost import ModelShape, PairTokens, forward_flops, pair_cost
+from ds_stochdpo.pruning.cost import ModelShape, PairTokens, Run, attention_flops, head_flops, linear_flops, pair_cost
 
 SHAPE = ModelShape(hidden=12, layers=2, ffn=20, heads=4, kv_heads=2, head_dim=3, vocab=30)
 PAIR = PairTokens(prompt=6, chosen=5, rejected=4, chosen_scored=3, rejected_scored=2)
@@ -29,32 +29,44 @@ def counted_forward(shape, queries, keys, rows):
 
 @pytest.mark.parametrize(("queries", "keys", "rows"), [(5, 5, 0), (5, 11, 3), (1, 1, 1), (0, 4, 0)])
 @pytest.mark.parametrize("ffn_matrices", [2, 3])
-def test_forward_agrees_with_the_flop_counter(queries, keys, rows, ffn_matrices):
+def test_parts_agree_with_the_flop_counter(queries, keys, rows, ffn_matrices):
     shape = dataclasses.replace(SHAPE, ffn_matrices=ffn_matrices)
-    ours = forward_flops(shape, query_tokens=queries, key_tokens=keys, scored_rows=rows)
-    assert ours == counted_forward(shape, queries, keys, rows)
+    assert forward(shape, queries, keys, rows) == counted_forward(shape, queries, keys, rows)
+
+
+def forward(shape, queries, keys, rows):
+    attention = attention_flops(shape, Run(queries, keys), "causal")
+    return linear_flops(shape, queries) + attention + head_flops(shape, rows)
 
 
 def test_equal_branches_cost_six_units_and_four_with_one_frozen():
+    """Apart from attention, whose backward pass is 2.5 forward passes."""
+    shape = dataclasses.replace(SHAPE, hidden=10**6)
     tokens = PairTokens(prompt=0, chosen=7, rejected=7, chosen_scored=7, rejected_scored=7)
-    unit = forward_flops(SHAPE, query_tokens=7, key_tokens=7, scored_rows=7)
-    assert pair_cost(SHAPE, tokens) == 6 * unit
+    unit = forward(shape, 7, 7, 7)
+    assert pair_cost(shape, tokens) == pytest.approx(6 * unit, rel=1e-5)
     for kept in ("chosen", "rejected"):
-        assert pair_cost(SHAPE, dataclasses.replace(tokens, kept=kept)) == 4 * unit
+        assert pair_cost(shape, dataclasses.replace(tokens, kept=kept)) == pytest.approx(4 * unit, rel=1e-5)
+    attention = attention_flops(SHAPE, Run(7, 7), "causal")
+    assert pair_cost(SHAPE, tokens) == 6 * forward(SHAPE, 7, 7, 7) + attention
+
+
+def test_a_rectangle_counts_every_query_with_every_key():
+    assert attention_flops(SHAPE, Run(5, 11), "rectangle") == 2 * 4 * 12 * 55
+    assert attention_flops(SHAPE, Run(5, 11), "causal") == 2 * 4 * 12 * (55 - 10)
 
 
 def test_a_split_context_costs_what_the_whole_does():
-    whole = forward_flops(SHAPE, query_tokens=11, key_tokens=11, scored_rows=2)
-    prompt = forward_flops(SHAPE, query_tokens=6, key_tokens=6, scored_rows=0)
-    assert whole == prompt + forward_flops(SHAPE, query_tokens=5, key_tokens=11, scored_rows=2)
+    assert forward(SHAPE, 11, 11, 2) == forward(SHAPE, 6, 6, 0) + forward(SHAPE, 5, 11, 2)
 
 
 @pytest.mark.parametrize(("kept", "passes"), [("both", 3), ("chosen", 1), ("rejected", 1)])
 def test_sharing_saves_one_prompt(kept, passes):
     """The second prompt would run live with both branches kept, frozen with one."""
     tokens = dataclasses.replace(PAIR, kept=kept)
-    prompt = forward_flops(SHAPE, query_tokens=6, key_tokens=6, scored_rows=0)
-    assert pair_cost(SHAPE, tokens, share_prompt=False) - pair_cost(SHAPE, tokens) == passes * prompt
+    saved = pair_cost(SHAPE, tokens, share_prompt=False) - pair_cost(SHAPE, tokens)
+    attention = attention_flops(SHAPE, Run(6, 6), "causal")
+    assert saved == passes * linear_flops(SHAPE, 6) + (3.5 if passes == 3 else 1) * attention
 
 
 def test_keeping_the_longer_branch_costs_more():
@@ -63,6 +75,11 @@ def test_keeping_the_longer_branch_costs_more():
     assert len(set(costs)) == 3
 
 
+def test_a_shared_start_meets_the_head_once_without_gradient():
+    more = dataclasses.replace(PAIR, shared_scored=3)
+    assert pair_cost(SHAPE, more) - pair_cost(SHAPE, PAIR) == head_flops(SHAPE, 3)
+
+
 def test_more_queries_than_keys_are_refused():
-    with pytest.raises(ValueError, match="query_tokens is 3 of 2 key_tokens"):
-        forward_flops(SHAPE, query_tokens=3, key_tokens=2, scored_rows=0)
+    with pytest.raises(ValueError, match="3 queries and 2 keys"):
+        attention_flops(SHAPE, Run(3, 2), "causal")
