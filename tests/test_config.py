@@ -47,6 +47,7 @@ COUNTS = (
     "gradient_accumulation_steps",
     "max_tokens_per_micro_batch",
     "eval_steps",
+    "save_steps",
     "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
@@ -193,6 +194,12 @@ def test_a_pair_needs_two_tokens():
     refused(r"^max_length is 1; a pair needs one prompt and one response token: set 2 or more\.$", max_length=1)
     assert StochDPOConfig(max_length=2).max_length == 2
     assert StochDPOConfig(max_prompt_length=1).max_prompt_length == 1
+
+
+@pytest.mark.parametrize("value", ["", "5", "5 GB", "0GB", "-1GB", "5gb", "1.5GB", 5, None])
+def test_a_shard_size_has_a_unit(value):
+    refused(rf"^max_shard_size is {value!r}; write a whole number and KB, MB, GB or TB\.$", max_shard_size=value)
+    assert StochDPOConfig(max_shard_size="20MB").max_shard_size == "20MB"
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "0", None, True])
@@ -368,3 +375,29 @@ def test_evaluation_needs_held_out_pairs():
     refused(r"^eval_steps is 5, but dataset_test_split names no pairs", eval_steps=5)
     refused(r"^dataset_test_split is train, which is dataset_train_split too", dataset_test_split="train")
     assert StochDPOConfig(eval_steps=5, dataset_test_split="test").eval_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kept"),
+    [
+        ("resume_from_checkpoint", True, "latest"),
+        ("resume_from_checkpoint", "true", "latest"),
+        ("resume_from_checkpoint", "latest", "latest"),
+        ("resume_from_checkpoint", False, None),
+        ("resume_from_checkpoint", "false", None),
+        ("resume_from_checkpoint", "out/checkpoint-8", "out/checkpoint-8"),
+        ("resume_override", "True", "true"),
+        ("resume_override", "false", None),
+        ("resume_override", "beta,seed", "beta,seed"),
+    ],
+)
+def test_resuming_is_said_by_words_or_truth_values(key, value, kept):
+    settings = {"resume_from_checkpoint": "latest", key: value}
+    assert getattr(StochDPOConfig(**settings), key) == kept
+
+
+def test_resuming_that_makes_no_sense():
+    refused(r"^resume_from_checkpoint is 8; it must be a text, true or false", resume_from_checkpoint=8)
+    refused(r"^resume_override is 'beta', but nothing is resumed", resume_override="beta")
+    refused(r"^save_total_limit is 2, but save_steps is not set", save_total_limit=2)
+    refused(r"^save_total_limit is 0; it must be a whole number of at least 1", save_total_limit=0, save_steps=5)

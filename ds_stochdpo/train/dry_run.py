@@ -27,7 +27,7 @@ from ds_stochdpo.pruning.memory import (
 )
 from ds_stochdpo.train.forecast import MOST_STEPS, Forecast, assumed_pairs, forecast
 from ds_stochdpo.train.loop import plan_schedule
-from ds_stochdpo.train.record import claim_for
+from ds_stochdpo.train.output_dir import claim_for
 from ds_stochdpo.train.trackers import check_trackers
 
 FEWEST_PAIRS = 64
