@@ -14,7 +14,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ds_stochdpo.config import PruningPlan, StochDPOConfig
-from ds_stochdpo.errors import ConfigError, DataError, ExportError, LockstepError, ModelError, StochDPOError
+from ds_stochdpo.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ExportError,
+    LockstepError,
+    ModelError,
+    StochDPOError,
+)
 
 if TYPE_CHECKING:
     from ds_stochdpo.data import PreferencePair, load_pairs
@@ -33,6 +41,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "ExportError",

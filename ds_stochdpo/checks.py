@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 import warnings
 from typing import Any
@@ -31,6 +32,7 @@ def check_settings(config: Any) -> None:
     _check_mapping(config.column_mapping)
     _check_schedule(config)
     _check_streaming(config)
+    _check_resuming(config)
 
 
 def _check_choices(config: Any) -> None:
@@ -74,14 +76,21 @@ def _check_loss(config: Any) -> None:
 
 def _check_sizes(config: Any) -> None:
     optional = ("max_length", "max_prompt_length", "max_samples", "per_device_train_batch_size", "dry_run_ranks",
-                "dataset_num_proc", "gradient_accumulation_steps", "max_tokens_per_micro_batch",
-                "eval_steps")  # fmt: skip
+                "dataset_num_proc", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "eval_steps",
+                "save_steps", "save_total_limit", "mlp_tile_tokens")  # fmt: skip
     for key in optional:
         if getattr(config, key) is not None:
             require_int(key, getattr(config, key), low=1)
     for key in ("per_device_eval_batch_size", "logging_steps", "score_chunk_rows"):
         require_int(key, getattr(config, key), low=1)
     require_int("seed", config.seed, low=0)
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", str(config.max_shard_size)):
+        raise ConfigError(f"max_shard_size is {config.max_shard_size!r}; write a whole number and KB, MB, GB or TB.")
+    if config.activation_offload and not config.gradient_checkpointing:
+        raise ConfigError(
+            "activation_offload is true, but gradient_checkpointing is false, and only inputs of recomputed layers go "
+            "to the host; set gradient_checkpointing: true too."
+        )
     if config.max_length is not None and config.max_length < 2:
         raise ConfigError("max_length is 1; a pair needs one prompt and one response token: set 2 or more.")
 
@@ -145,6 +154,27 @@ def _check_streaming(config: Any) -> None:
         raise ConfigError(
             "streaming is true, but reference is cached, which needs a pass over the pairs before training; "
             "use reference: online or none."
+        )
+
+
+def _check_resuming(config: Any) -> None:
+    for key, yes in (("resume_from_checkpoint", "latest"), ("resume_override", "true")):
+        value = getattr(config, key)
+        # `true` and `false` are what transformers and TRL take, as words or as values.
+        word = str(value).lower() if isinstance(value, (str, bool)) else value
+        if word in ("true", "latest"):
+            setattr(config, key, yes)
+        elif word in ("false", "none", ""):
+            setattr(config, key, None)
+        elif not isinstance(value, str | None):
+            raise ConfigError(f"{key} is {value!r}; it must be a text, true or false.")
+    if config.save_total_limit is not None and config.save_steps is None:
+        raise ConfigError(
+            f"save_total_limit is {config.save_total_limit}, but save_steps is not set, so nothing is saved; set it."
+        )
+    if config.resume_override and not config.resume_from_checkpoint:
+        raise ConfigError(
+            f"resume_override is {config.resume_override!r}, but nothing is resumed; set resume_from_checkpoint."
         )
 
 

@@ -98,7 +98,8 @@ class StochDPOConfig:
         None, "Split that is evaluated: a split name, or a json/jsonl/jsonl.gz/parquet file. None: no evaluation."
     )
     output_dir: str = _doc("outputs", "Folder for the final model, metrics.jsonl, run.json and the report.")
-    overwrite_output_dir: bool = _doc(False, "Replace what an earlier run left in output_dir.")
+    max_shard_size: str = _doc("5GB", "Largest weight file of the exported model: a number with KB, MB, GB or TB.")
+    overwrite_output_dir: bool = _doc(False, "Replace what an earlier run left in output_dir, its checkpoints too.")
     deepspeed: str | None = _doc(
         None, "Path of the DeepSpeed JSON. None: ZeRO stage 0. In ds_configs: zero2 (GPUs that each hold all weights), "
         "zero3 (GPUs, everything sharded), zero3_offload (GPUs with too little memory for that: weights and optimizer "
@@ -164,9 +165,26 @@ class StochDPOConfig:
     max_steps: int = _doc(-1, "Optimizer steps; -1: as num_train_epochs says.")
     logging_steps: int = _doc(1, "Optimizer steps between lines of metrics.jsonl.")
     eval_steps: int | None = _doc(None, "Optimizer steps between evaluations. None: before and after training.")
+    save_steps: int | None = _doc(
+        None, "Optimizer steps between checkpoints; the last step is saved too. None: no checkpoints."
+    )
+    save_total_limit: int | None = _doc(None, "Keep only this many checkpoints, the newest. None: all.")
+    resume_from_checkpoint: str | None = _doc(
+        None, "Continue from this checkpoint folder; latest (or true): from the newest complete one in output_dir, "
+        "or from the beginning where no run has left anything. None: start anew.",
+    )  # fmt: skip
+    resume_override: str | None = _doc(
+        None, "Settings that may differ from those of the checkpoint, joined by commas; true: all of them."
+    )
     seed: int = _doc(0, "Seed of data order and draws.")
     bf16: bool | None = _doc(None, "Train in bfloat16 with fp32 master weights, ZeRO stages 1 to 3 (default false).")
     gradient_checkpointing: bool = _doc(False, "Recompute the layers of the live lane in the backward pass.")
+    activation_offload: bool = _doc(
+        False, "Keep inputs of recomputed layers in host memory until then (gradient_checkpointing). CPU: no effect."
+    )
+    mlp_tile_tokens: int | None = _doc(
+        None, "Tokens that meet a feed-forward block at once, each tile recomputed in the backward pass. None: all."
+    )
     attn_implementation: Literal["auto", "flash_attn", "torch", "sdpa"] = _doc(
         "auto", "Attention backend; auto picks the first of flash_attn, torch, sdpa that the device can run."
     )

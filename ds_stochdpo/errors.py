@@ -25,6 +25,10 @@ class ExportError(StochDPOError, RuntimeError):
     """Exported weights were read back and are not what was trained."""
 
 
+class CheckpointError(StochDPOError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not fit the run that would continue from it."""
+
+
 ROW_FAULTS: dict[str, tuple[str, str]] = {
     "not text": ("drop", "a required part is null, a number, an object, or a list of what is no message"),
     "no response tokens": ("drop", "a response adds no token to the prompt"),

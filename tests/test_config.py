@@ -47,9 +47,11 @@ COUNTS = (
     "gradient_accumulation_steps",
     "max_tokens_per_micro_batch",
     "eval_steps",
+    "save_steps",
     "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
+    "mlp_tile_tokens",
 )
 
 
@@ -195,6 +197,12 @@ def test_a_pair_needs_two_tokens():
     assert StochDPOConfig(max_prompt_length=1).max_prompt_length == 1
 
 
+@pytest.mark.parametrize("value", ["", "5", "5 GB", "0GB", "-1GB", "5gb", "1.5GB", 5, None])
+def test_a_shard_size_has_a_unit(value):
+    refused(rf"^max_shard_size is {value!r}; write a whole number and KB, MB, GB or TB\.$", max_shard_size=value)
+    assert StochDPOConfig(max_shard_size="20MB").max_shard_size == "20MB"
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, "0", None, True])
 def test_seed_is_a_whole_number(value):
     refused(rf"^seed is {value!r}; it must be a whole number of at least 0\.$", seed=value)
@@ -260,6 +268,8 @@ DEFAULTS = {
     "reference": "cached",
     "truncation_mode": "keep_end",
     "gradient_checkpointing": False,
+    "activation_offload": False,
+    "mlp_tile_tokens": None,
     "attn_implementation": "auto",
     "report_to": "none",
     "max_steps": -1,
@@ -330,7 +340,7 @@ def test_a_column_mapping_gives_our_names_once_each(value, match):
 
 
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-            "log_draws", "score_recompute", "streaming", "bf16")  # fmt: skip
+            "log_draws", "score_recompute", "streaming", "bf16", "activation_offload")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)
@@ -364,7 +374,38 @@ def test_a_reference_model_needs_a_reference():
     )
 
 
+def test_offload_needs_recomputed_layers():
+    refused(r"^activation_offload is true, but gradient_checkpointing is false", activation_offload=True)
+    assert StochDPOConfig(activation_offload=True, gradient_checkpointing=True).activation_offload
+
+
 def test_evaluation_needs_held_out_pairs():
     refused(r"^eval_steps is 5, but dataset_test_split names no pairs", eval_steps=5)
     refused(r"^dataset_test_split is train, which is dataset_train_split too", dataset_test_split="train")
     assert StochDPOConfig(eval_steps=5, dataset_test_split="test").eval_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kept"),
+    [
+        ("resume_from_checkpoint", True, "latest"),
+        ("resume_from_checkpoint", "true", "latest"),
+        ("resume_from_checkpoint", "latest", "latest"),
+        ("resume_from_checkpoint", False, None),
+        ("resume_from_checkpoint", "false", None),
+        ("resume_from_checkpoint", "out/checkpoint-8", "out/checkpoint-8"),
+        ("resume_override", "True", "true"),
+        ("resume_override", "false", None),
+        ("resume_override", "beta,seed", "beta,seed"),
+    ],
+)
+def test_resuming_is_said_by_words_or_truth_values(key, value, kept):
+    settings = {"resume_from_checkpoint": "latest", key: value}
+    assert getattr(StochDPOConfig(**settings), key) == kept
+
+
+def test_resuming_that_makes_no_sense():
+    refused(r"^resume_from_checkpoint is 8; it must be a text, true or false", resume_from_checkpoint=8)
+    refused(r"^resume_override is 'beta', but nothing is resumed", resume_override="beta")
+    refused(r"^save_total_limit is 2, but save_steps is not set", save_total_limit=2)
+    refused(r"^save_total_limit is 0; it must be a whole number of at least 1", save_total_limit=0, save_steps=5)

@@ -98,7 +98,8 @@ def _read_message(value: Any, field: str) -> Message:
     if "role" not in value:
         return _read_sharegpt(value, field)
     message = {key: item for key, item in value.items() if item not in (None, *_NO_CALLS.get(key, ()))}
-    message["role"] = require_text(value["role"], f"{field}.role")
+    role = require_text(value["role"], f"{field}.role")
+    message["role"] = FROM_ROLES.get(role, role)
     if "function_call" in message:
         message.setdefault("tool_calls", [{"type": "function", "function": message.pop("function_call")}])
     if "tool_calls" in message:
@@ -115,14 +116,14 @@ def _read_sharegpt(value: dict[str, Any], field: str) -> Message:
     if role != "function_call":
         return {"role": FROM_ROLES[role], "content": text}
     calls = _loads(text, "not a function call", field)
-    calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
-    return {"role": "assistant", "content": "", "tool_calls": _read_calls(calls, field)}
+    calls = _read_calls(calls if isinstance(calls, list) else [calls], field)
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _read_calls(calls: Any, field: str) -> list[Any]:
     if not isinstance(calls, list) or not all(function_name(call) for call in calls):
         raise BadRowError("not a function call", f"{field} has a tool call without the name of its function")
-    return calls
+    return [call if "function" in call else {"type": "function", "function": call} for call in calls]
 
 
 def _read_content(message: Message, field: str) -> str:

@@ -6,12 +6,14 @@ Every function here that says "collective" must be entered by all ranks, in the 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -19,9 +21,16 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_stochdpo.engine.compiled_ops import skip_cpu_comm_build
+from ds_stochdpo.errors import StochDPOError
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 JOIN_TIMEOUT = timedelta(days=7)
 """Wait for the other ranks to come: those of a machine that has still to tokenise may come hours after the others."""
+_SECONDS_BETWEEN_LOOKS = 0.1
+_T = TypeVar("_T")
+_calls = itertools.count()
+"""Ranks make the same calls in the same order, so that a count names each of them everywhere."""
 
 
 def _single_process_defaults() -> None:
@@ -36,15 +45,6 @@ def _single_process_defaults() -> None:
         os.environ.setdefault(key, value)
 
 
-def _skip_cpu_comm_build() -> None:
-    """On CPU, DeepSpeed 0.19.8 compiles `deepspeed_shm_comm` at start: 40 s or more, and a killed build leaves a lock.
-
-    The op serves only `inference_all_reduce`. Can go when `init_distributed` no longer builds it.
-    """
-    if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     """Join the job's process group, or make one of a single process. Collective; does nothing if it exists.
 
@@ -52,7 +52,7 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
         timeout: Longest wait in one collective before the job ends with an error. Joining may take longer.
     """
     _single_process_defaults()
-    _skip_cpu_comm_build()
+    skip_cpu_comm_build()
     if not dist.is_initialized():
         # A gloo process whose group still stands aborts at random on exit.
         atexit.register(_end_process_group)
@@ -148,6 +148,29 @@ class Ranks:
         box = [item]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def on_main(self, work: Callable[[], _T]) -> _T:
+        """Rank 0 does `work`, however long it takes; its result, or its StochDPOError, reaches every rank. Collective.
+
+        The others wait outside of any collective, so that the time limit of one does not count.
+        """
+        key = f"ds_stochdpo/on_main/{next(_calls)}"
+        store = dist.distributed_c10d._get_default_store()
+        outcome: Any = None
+        if self.is_main:
+            try:
+                outcome = (True, work())
+            except StochDPOError as error:
+                outcome = (False, error)
+            finally:
+                store.set(key, "done")
+        else:
+            while not store.check([key]):
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+        has_worked, value = self.from_main(outcome)
+        if not has_worked:
+            raise value
+        return value
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,22 +16,20 @@ from transformers import PreTrainedTokenizerBase
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.pair import PreferencePair
+from ds_stochdpo.engine.checkpoint import load_checkpoint, save_checkpoint
 from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib
 from ds_stochdpo.engine.export import export_model
 from ds_stochdpo.engine.frozen import FrozenReference
+from ds_stochdpo.engine.lockstep import check_reference, draw_over_ranks, plan_micro_batches, train_limits
 from ds_stochdpo.engine.norm import GradientNorm, NonFiniteGradientError
 from ds_stochdpo.engine.settings import zero_stage
 from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_step, unpack_scores
-from ds_stochdpo.errors import ConfigError, LockstepError, StochDPOError
+from ds_stochdpo.errors import ConfigError, StochDPOError
 from ds_stochdpo.model import TwoLaneModel
 from ds_stochdpo.packing import (
     BatchLimits,
     LaneLayout,
-    check_draws,
-    cut_micro_batches,
     draw,
-    draw_lengths,
-    lane_tokens,
     pack_lanes,
 )
 from ds_stochdpo.pruning import ModelShape, PairDraw, full_draw
@@ -128,10 +125,10 @@ class StochDPOEngine:
         started, step = time.perf_counter(), self.step + 1
         if self._stopped:
             raise StochDPOError(f"this engine has stopped: {self._stopped}")
-        self._check_reference(pairs)
+        check_reference(pairs, self.config)
         if draws is None:
-            draws = self._draw_over_ranks(pairs)
-        micro_batches, num_pairs_global = self._plan(pairs, draws, self._train_limits())
+            draws = draw_over_ranks(self.ranks, pairs, self.config, epoch=self.epoch, step=self.step)
+        micro_batches, num_pairs_global = self._plan(pairs, draws, train_limits(self.config))
         # DeepSpeed averages gradients over ranks; the surrogate is already divided by the pairs of all of them.
         undo_average = self.ranks.world_size
         sums = self._zero_sums()
@@ -174,7 +171,7 @@ class StochDPOEngine:
             ConfigError: If pairs lack the reference log-probs that the settings ask for.
             StochDPOError: If the loss is not finite.
         """
-        self._check_reference(pairs)
+        check_reference(pairs, self.config)
         draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
         sums = self._zero_sums()
         num_pairs_global = 0
@@ -229,18 +226,18 @@ class StochDPOEngine:
         """Write the policy, and the tokenizer if given, in Hugging Face form, and read it back (`export_model`)."""
         # A forward without backward leaves prefetched gathers under way, which DeepSpeed 0.19.8 refuses to partition.
         self.deepspeed.empty_partition_cache()
-        export_model(self.module.lm, Path(output_dir), self.ranks, tokenizer)
+        export_model(self.module.lm, Path(output_dir), self.ranks, tokenizer, max_shard_size=self.config.max_shard_size)
 
     def save_checkpoint(self, folder: str | Path) -> None:
-        """Write DeepSpeed's state under `folder`; only the same world size and ZeRO stage can load it."""
-        self.deepspeed.save_checkpoint(str(folder), client_state={"ds_stochdpo_epoch": self.epoch})
+        """Write a complete checkpoint as `folder`, or nothing (`checkpoint.save_checkpoint`)."""
+        save_checkpoint(self, Path(folder))
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Load what `save_checkpoint` wrote; ConfigError without one. DeepSpeed unpickles it: trust the files."""
-        path, client_state = self.deepspeed.load_checkpoint(str(folder))
-        if path is None:
-            raise ConfigError(f"{folder} holds no checkpoint; give the folder that save_checkpoint wrote.")
-        self.epoch = int(client_state["ds_stochdpo_epoch"])
+        """Continue from what `save_checkpoint` wrote, also on other ranks (`checkpoint.load_checkpoint`)."""
+        load_checkpoint(self, Path(folder))
+
+    def mark_trained(self) -> None:
+        """Say that the weights are no longer those the engine was given, so that they cannot serve as reference."""
         self._is_initial_policy = False
 
     def _pack(self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw]) -> LaneLayout:
@@ -262,40 +259,10 @@ class StochDPOEngine:
         assert self.reference is not None
         return self.reference.attach(layout)
 
-    def _train_limits(self) -> BatchLimits:
-        assert self.config.per_device_train_batch_size is not None
-        return BatchLimits(self.config.per_device_train_batch_size, self.config.max_tokens_per_micro_batch)
-
-    def _draw_over_ranks(self, pairs: Sequence[PreferencePair]) -> list[PairDraw]:
-        own = [(p.pair_id, len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
-        # Every rank: a balanced branch draw needs the pairs of all ranks.
-        shares = self.ranks.gather_objects(own)
-        lengths = [row for share in shares for row in share]
-        draws = draw_lengths(lengths, self.config, epoch=self.epoch, step=self.step)
-        start = sum(len(share) for share in shares[: self.ranks.rank])
-        return draws[start : start + len(own)]
-
     def _plan(
         self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw], limits: BatchLimits
     ) -> tuple[list[list[int]], int]:
-        """This rank's micro-batches, padded with empty ones to the same number on every rank; pairs of all ranks."""
-        check_draws(pairs, draws)
-        shares = {"share_prompt": self.config.share_prompt, "share_response_start": self.config.share_response_start}
-        tokens = [lane_tokens(p, d, **shares).total for p, d in zip(pairs, draws, strict=True)]
-        micro_batches = cut_micro_batches(tokens, limits)
-        settings = zlib.crc32(repr(sorted(self.config.to_dict().items())).encode())
-        # Every rank: the count must agree, for each forward and backward is a collective.
-        rows = self.ranks.rows([len(pairs), len(micro_batches), self.step, self.epoch, settings])
-        if len({tuple(row[2:]) for row in rows}) > 1:
-            raise LockstepError(
-                f"ranks disagree on (optimizer step, epoch, settings): {[row[2:] for row in rows]}; "
-                "start every rank with the same command and data."
-            )
-        if not sum(row[0] for row in rows):
-            raise ConfigError("there are no pairs on any rank; pass at least one.")
-        num_micro = max(row[1] for row in rows)
-        micro_batches += [[] for _ in range(num_micro - len(micro_batches))]
-        return micro_batches, sum(row[0] for row in rows)
+        return plan_micro_batches(self.ranks, pairs, draws, limits, self.config, step=self.step, epoch=self.epoch)
 
     def _forward_all(
         self, pairs: Sequence[PreferencePair], draws: Sequence[PairDraw], model: Any
@@ -316,16 +283,6 @@ class StochDPOEngine:
             yield
         finally:
             self.deepspeed.train()
-
-    def _check_reference(self, pairs: Sequence[PreferencePair]) -> None:
-        if self.config.reference != "cached":
-            return
-        for pair in pairs:
-            if pair.chosen_ref_logps is None or pair.rejected_ref_logps is None:
-                raise ConfigError(
-                    f"pair {pair.pair_id} ({pair.source}) has no reference log-probs, but reference is "
-                    f"{self.config.reference}; pass pairs from add_reference, or set reference: none."
-                )
 
     def _zero_sums(self) -> Tensor:
         return torch.zeros(len(PAIR_MEANS) + len(TOKEN_SUMS), dtype=torch.float64, device=self.ranks.device)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -84,10 +85,11 @@ def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> P
 
     Raises:
         ModelError: If the family is not supported, or if weights are missing, so that new random ones would be trained
-            without a word.
+            without a word, or if a weight file is cut off or no weight file at all.
     """
     model_config = load_model_config(model_name_or_path)
     family_of_config(model_config, model_name_or_path)
+    check_weight_files(model_name_or_path)
     hidden_size = model_config.hidden_size
     # transformers partitions while it loads, for as long as this object lives.
     partitioning = HfDeepSpeedConfig(fill_model_sizes(ds, hidden_size)) if zero_stage(ds) == 3 else None
@@ -105,6 +107,27 @@ def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> P
                 f"{model_name_or_path} lacks weights for this model ({problem}: {names}); use a complete folder."
             )
     return lm.eval()
+
+
+def check_weight_files(model_name_or_path: str) -> None:
+    """Refuse safetensors files that are cut off or hold something else, as a pointer to a file left elsewhere.
+
+    Reads only the files' headers. A hub name whose files are not on disk yet passes.
+
+    Raises:
+        ModelError: Naming file and size.
+    """
+    folder = Path(model_name_or_path)
+    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        size = path.stat().st_size
+        try:
+            with safe_open(path, framework="pt"):
+                continue
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{path} ({size} bytes) is no complete safetensors file ({_in_one_line(error)}); "
+                "fetch it again: a small text file in its place is a pointer to the real one."
+            ) from error
 
 
 def weights_digest(model_name_or_path: str) -> str:

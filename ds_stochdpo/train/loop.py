@@ -15,6 +15,7 @@ from ds_stochdpo.engine import Metrics, StochDPOEngine
 from ds_stochdpo.errors import LockstepError
 from ds_stochdpo.packing import assign_to_ranks, pair_tokens
 from ds_stochdpo.pruning import PairDraw, full_draw, pair_cost
+from ds_stochdpo.train.checkpoints import Checkpoints
 from ds_stochdpo.train.progress import Progress
 from ds_stochdpo.train.record import RunRecord
 
@@ -68,6 +69,8 @@ class TrainLoop:
         record: RunRecord,
         windows: Windows,
         test_pairs: Sequence[PreferencePair] = (),
+        *,
+        checkpoints: Checkpoints,
     ) -> None:
         """Set up the loop.
 
@@ -77,28 +80,59 @@ class TrainLoop:
             record: Where metrics go.
             windows: Training pairs of each step, with reference log-probs if those are cached; alike on every rank.
             test_pairs: Held-out pairs, likewise; none: no evaluation.
+            checkpoints: Where the run is saved.
         """
         self.engine, self.schedule, self.record = engine, schedule, record
         self.windows, self.test_pairs = windows, test_pairs
+        self.checkpoints = checkpoints
         self.config = engine.config
         self.evaluations: list[dict[str, Any]] = []
+        self._unlogged: list[Metrics] = []
 
     def run(self) -> None:
         """Train, with an evaluation before and after. Collective."""
-        self.evaluate()
-        window: list[Metrics] = []
-        with self._progress("training", self.schedule.total_steps, "step") as bar:
-            while self.engine.step < self.schedule.total_steps:
+        total = self.schedule.total_steps
+        if self.engine.step == 0 and not self.evaluations:
+            self.evaluate()
+        with self._progress("training", total, "step", done=self.engine.step) as bar:
+            while self.engine.step < total:
                 metrics = self.train_step()
-                window.append(metrics)
-                step = self.engine.step
                 bar.advance(1, f"loss {metrics['loss']:.4f}, margin {metrics['rewards/margins']:.4f}")
-                if step % self.config.logging_steps == 0 or step == self.schedule.total_steps:
-                    self.record.metrics({"step": step, "epoch": self.windows.passes(step), **_summary(window)})
-                    window = []
-                if self.config.eval_steps and step % self.config.eval_steps == 0 and step < self.schedule.total_steps:
-                    self.evaluate()
+                self._after_step(metrics, is_last=self.engine.step == total)
         self.evaluate()
+
+    def _after_step(self, metrics: Metrics, *, is_last: bool) -> None:
+        """What is due after an optimizer step; the checkpoint comes last, so that it covers all that was logged."""
+        config, step = self.config, self.engine.step
+        self._unlogged.append(metrics)
+        if step % config.logging_steps == 0 or is_last:
+            self.record.metrics({"step": step, "epoch": self._epochs(), **_summary(self._unlogged)})
+            self._unlogged = []
+        if config.eval_steps and step % config.eval_steps == 0 and not is_last:
+            self.evaluate()
+        if config.save_steps and (step % config.save_steps == 0 or is_last):
+            self.save_checkpoint()
+
+    def save_checkpoint(self) -> None:
+        """Save a complete checkpoint of the present step; nothing if it is saved already. Collective.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written.
+        """
+        self.checkpoints.save(
+            self.engine,
+            {
+                "passes": self._epochs(),
+                "unlogged": [{name: _to_json(value) for name, value in m.items()} for m in self._unlogged],
+                "lines": self.record.flush(),
+                "first_evaluation": self.evaluations[0] if self.evaluations else None,
+            },
+        )
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Take up what `save_checkpoint` kept beside the engine's own state."""
+        self._unlogged = [{name: float(value) for name, value in m.items()} for m in progress["unlogged"]]
+        self.evaluations = [progress["first_evaluation"]] if progress["first_evaluation"] else []
 
     def train_step(self) -> Metrics:
         """One optimizer step on the next window. Collective.
@@ -123,8 +157,7 @@ class TrainLoop:
         own = self._share(self.test_pairs, [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in self.test_pairs])
         with self._progress("evaluating", len(own), "pair") as bar:
             metrics = self.engine.evaluate([self.test_pairs[i] for i in own], bar.advance)
-        step = self.engine.step
-        line = {"step": step, "epoch": self.windows.passes(step)}
+        line = {"step": self.engine.step, "epoch": self._epochs()}
         line |= {f"eval_{name}": value for name, value in metrics.items()}
         self.evaluations.append(line)
         self.record.metrics(line)
@@ -151,8 +184,16 @@ class TrainLoop:
                 "give every rank the same files, or a hub set that does not change."
             )
 
-    def _progress(self, title: str, total: int, unit: str) -> Progress:
-        return Progress(title, total, unit, is_shown=self.engine.ranks.is_main)
+    def _epochs(self) -> float:
+        return self.windows.passes(self.engine.step)
+
+    def _progress(self, title: str, total: int, unit: str, done: int = 0) -> Progress:
+        return Progress(title, total, unit, is_shown=self.engine.ranks.is_main, done=done)
+
+
+def _to_json(value: float) -> float | str:
+    """JSON has no word for what is not finite; `float` reads these."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _summary(window: Sequence[Metrics]) -> Metrics:

@@ -19,7 +19,7 @@ LONGEST_SILENCE_S = 60.0
 class Progress:
     """Counts `total` units of work under a title. A terminal gets a tqdm bar, a pipe about ten lines."""
 
-    def __init__(self, title: str, total: int, unit: str, *, is_shown: bool = True) -> None:
+    def __init__(self, title: str, total: int, unit: str, *, is_shown: bool = True, done: int = 0) -> None:
         """Start counting.
 
         Args:
@@ -27,16 +27,21 @@ class Progress:
             total: Units in all.
             unit: Name of a unit, as in "pair".
             is_shown: False on every rank but the one that speaks.
+            done: Units finished by an earlier run.
         """
         self.title, self.total, self.unit = title, total, unit
-        self.done = 0
+        self.done = self._begun = done
         self._started = self._last_line = time.monotonic()
-        self._next_line = total / LINES_PER_BAR
+        self._next_line = done + total / LINES_PER_BAR
         is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True) if is_shown and is_terminal else None
+        self._bar = (
+            tqdm(total=total, initial=done, desc=title, unit=unit, dynamic_ncols=True)
+            if is_shown and is_terminal
+            else None
+        )
         self._writes_lines = is_shown and not is_terminal
         if self._writes_lines:
-            logger.info("%s: 0 of %d %ss", title, total, unit)
+            logger.info("%s: %d of %d %ss", title, done, total, unit)
 
     def __enter__(self) -> Progress:
         return self
@@ -64,7 +69,7 @@ class Progress:
             self._next_line = self.done + self.total / LINES_PER_BAR
             self._last_line = time.monotonic()
             seconds = self._last_line - self._started
-            left = seconds / self.done * (self.total - self.done)
+            left = seconds / (self.done - self._begun) * (self.total - self.done)
             logger.info(
                 "%s: %d of %d %ss, %.0f s, about %.0f s left%s",
                 self.title, self.done, self.total, self.unit, seconds, left, f" | {note}" if note else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -10,62 +11,20 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.errors import ConfigError
+from ds_stochdpo.engine.completeness import flush_file, write_json
+from ds_stochdpo.errors import ConfigError, StochDPOError
 from ds_stochdpo.pruning.draws import PairDraw
-from ds_stochdpo.train.trackers import TENSORBOARD_FOLDER, Tracker, log_line
+from ds_stochdpo.train.output_dir import remove
+from ds_stochdpo.train.trackers import Tracker, log_line
 
 logger = logging.getLogger(__name__)
 
-RUN_FILES = ("metrics.jsonl", "run.json", "draws.jsonl", "report.html", "report.png")
-"""Written while a run goes on. The model beside them is replaced by the export, not before."""
-_WEIGHTS = "model*.safetensors"
-_EVENTS = f"{TENSORBOARD_FOLDER}/events.out.tfevents.*"
 _PACKAGES = ("ds_stochdpo", "torch", "deepspeed", "transformers", "datasets", "safetensors", "flash_attn")
-
-
-def claim_output_dir(folder: Path, *, overwrite: bool, inputs: Mapping[str, str | None]) -> list[Path]:
-    """Check that a run may write into `folder`, without touching it.
-
-    Args:
-        folder: The run's output_dir; need not exist.
-        overwrite: Whether what an earlier run left there may go.
-        inputs: What the run reads, by setting; a hub name is no path here.
-
-    Returns:
-        Files of an earlier run for `RunRecord` to remove. Its model is not among them: the export replaces that.
-
-    Raises:
-        ConfigError: If an earlier run's results are there and may not be overwritten, if the folder cannot be one, or
-            if writing there would replace what the run reads.
-    """
-    for path in (folder, *folder.parents):
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"output_dir is {folder}, but {path} is a file; name a folder.")
-    for key, name in inputs.items():
-        if name and Path(name).exists() and Path(name).resolve() == folder.resolve():
-            raise ConfigError(
-                f"output_dir is {folder}, which is {key} too; the trained model would replace it: name another folder."
-            )
-    stale = [folder / name for name in RUN_FILES if (folder / name).exists()] + sorted(folder.glob(_EVENTS))
-    found = [*stale, *sorted(folder.glob(_WEIGHTS))]
-    if found and not overwrite:
-        raise ConfigError(
-            f"output_dir is {folder}, which holds an earlier run ({found[0].name}); "
-            "name another folder, or set overwrite_output_dir: true."
-        )
-    return stale
-
-
-def claim_for(config: StochDPOConfig) -> list[Path]:
-    """`claim_output_dir` for the run of these settings."""
-    names = ("model_name_or_path", "ref_model_name_or_path", "dataset_name", "reference_cache_dir")
-    inputs = {key: getattr(config, key) for key in names}
-    return claim_output_dir(Path(config.output_dir), overwrite=config.overwrite_output_dir, inputs=inputs)
 
 
 class RunRecord:
@@ -75,24 +34,28 @@ class RunRecord:
 
     Attributes:
         trackers: They get every line of metrics.jsonl too.
+        lines: Complete lines of each file of lines.
+        earlier: run.json of the run that is continued.
     """
 
     def __init__(self, folder: Path, *, writes: bool, stale: Sequence[Path] = ()) -> None:
-        """Start the files.
+        """Start the files, or go on with those that are there.
 
         Args:
             folder: The run's output_dir.
             writes: Whether this rank writes.
-            stale: Files of an earlier run to remove first.
+            stale: Files and checkpoints of an earlier run to remove first.
         """
         self.folder, self.writes = folder, writes
         self.trackers: list[Tracker] = []
+        self.lines: dict[str, int] = {}
+        self.earlier: dict[str, Any] = {}
         if not writes:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in stale:
-                path.unlink(missing_ok=True)
+            remove(stale)
+            self.earlier = _read_json(folder / "run.json")
         except OSError as error:
             raise ConfigError(f"output_dir is {folder}, which cannot be written: {error.strerror}.") from error
         if stale:
@@ -131,14 +94,38 @@ class RunRecord:
         """Write run.json anew, whole or not at all."""
         if not self.writes:
             return
-        partial = self.folder / "run.json.partial"
-        partial.write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, self.folder / "run.json")
+        with self._telling_what_failed("run.json"):
+            write_json(self.folder / "run.json", facts)
+
+    def cut(self, lines: Mapping[str, int]) -> None:
+        """Keep only so many lines of each file: those that a checkpoint was saved after."""
+        if self.writes:
+            kept = {name: _cut_lines(self.folder / name, count) for name, count in lines.items()}
+            self.lines = {name: count for name, count in kept.items() if count}
+
+    def flush(self) -> dict[str, int]:
+        """Force the lines written so far to the disk; their number in each file."""
+        for name in self.lines:
+            with self._telling_what_failed(name):
+                flush_file(self.folder / name)
+        return dict(self.lines)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self.writes:
-            with (self.folder / name).open("a", encoding="utf-8") as file:
+            with self._telling_what_failed(name), (self.folder / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
+            self.lines[name] = self.lines.get(name, 0) + 1
+
+    @contextmanager
+    def _telling_what_failed(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free
+            raise StochDPOError(
+                f"{self.folder / name} cannot be written: {error.strerror} ({free} bytes free); checkpoints that are "
+                "complete stay so."
+            ) from error
 
     def _check_writable(self) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -148,6 +135,28 @@ class RunRecord:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cut_lines(path: Path, count: int) -> int:
+    """Keep the first `count` lines of a file; returns how many complete ones there are."""
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        found = sum(1 for line in itertools.islice(file, count) if line.endswith(b"\n"))
+    with path.open("rb+") as file:
+        end = sum(len(line) for line in itertools.islice(file, found))
+        file.truncate(end)
+    if found < count:
+        logger.warning("%s has %d lines, but the checkpoint was saved after %d", path, found, count)
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def versions() -> dict[str, str]:

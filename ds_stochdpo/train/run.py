@@ -27,6 +27,7 @@ from ds_stochdpo.data import (
     open_stream,
 )
 from ds_stochdpo.engine import (
+    Ranks,
     StochDPOEngine,
     add_reference,
     check_token_ids,
@@ -40,11 +41,15 @@ from ds_stochdpo.engine import (
     resolve_settings,
     weights_digest,
 )
+from ds_stochdpo.engine.checkpoint import load_checkpoint
 from ds_stochdpo.errors import ConfigError
+from ds_stochdpo.train.checkpoints import Checkpoints
 from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
+from ds_stochdpo.train.output_dir import claim_for, hold_output_dir
 from ds_stochdpo.train.progress import Progress
-from ds_stochdpo.train.record import RunRecord, claim_for, commit, versions
+from ds_stochdpo.train.record import RunRecord, commit, versions
 from ds_stochdpo.train.report import write_report
+from ds_stochdpo.train.resume import Start, choose_start, run_identity
 from ds_stochdpo.train.trackers import check_trackers, start_trackers
 
 logger = logging.getLogger(__name__)
@@ -66,7 +71,7 @@ def run_training(config: StochDPOConfig) -> None:
     started = time.time()
     output_dir = Path(config.output_dir)
     check_trackers(config)
-    stale = claim_for(config)
+    claim_for(config)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     resolved, ds = resolve_settings(config, config.deepspeed, world_size=world_size)
     tokenizer = load_tokenizer(config.model_name_or_path)
@@ -75,15 +80,34 @@ def run_training(config: StochDPOConfig) -> None:
     schedule = plan_schedule(resolved, num_pairs=num_pairs, world_size=world_size)
     set_seed(config.seed)
     all_pairs = [pair for pairs in (train_set, test_set) if isinstance(pairs, PairSet) for pair in pairs.pairs]
-    with process_group() as ranks:
+    with process_group() as ranks, hold_output_dir(output_dir, ranks):
+        # Again, now that no other run can write there.
+        claim = ranks.on_main(lambda: claim_for(config))
+        digests = _digests(config, ranks)
+        identity = run_identity(resolved, ds, train_set, digests, world_size=world_size)
+        start = choose_start(resolved, ranks, ds, identity)
         engine = _build_engine(config, ds, schedule, all_pairs, tokenizer)
+        checkpoints = Checkpoints(output_dir, limit=config.save_total_limit, identity=identity)
         # Only now, when all settings have proved right, does anything of an earlier run go.
-        with RunRecord(output_dir, writes=ranks.is_main, stale=stale) as record:
+        with RunRecord(output_dir, writes=ranks.is_main, stale=claim.stale) as record:
             facts = _facts(engine, train_set, test_set, schedule)
+            facts["resumed"] = [*record.earlier.get("resumed", []), *([start.record] if start else [])]
             record.run(facts)
-            record.trackers = start_trackers(engine.config, writes=ranks.is_main)
+            record.trackers = start_trackers(
+                engine.config, writes=ranks.is_main, first_step=start.state["step"] + 1 if start else None
+            )
             _announce(engine, schedule, train_set)
-            loop = _train(engine, schedule, record, train_set, test_set, tokenizer)
+            windows, test_pairs = _pairs_to_train(
+                engine, train_set, test_set, tokenizer, digests, pairs_per_step=schedule.pairs_per_step
+            )
+            loop = TrainLoop(engine, schedule, record, windows, test_pairs, checkpoints=checkpoints)
+            if start:
+                _restore(loop, start, continues=claim.continues)
+            if config.save_steps:
+                checkpoints.warn_if_tight(engine, -(-schedule.total_steps // config.save_steps))
+            loop.run()
+            if isinstance(train_set, PairStream):
+                train_set.log_account()
             engine.export(output_dir, tokenizer)
             facts["data"] = _data_facts(train_set, test_set)
             record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
@@ -92,29 +116,46 @@ def run_training(config: StochDPOConfig) -> None:
             _announce_end(loop, output_dir)
 
 
-def _train(
+def _restore(loop: TrainLoop, start: Start, *, continues: bool) -> None:
+    """Load the checkpoint; after the reference was scored, for which the policy had to be the initial one."""
+    load_checkpoint(loop.engine, start.folder)
+    loop.restore(start.progress)
+    if continues:
+        loop.record.cut(start.progress["lines"])
+        loop.checkpoints.last_step = loop.engine.step
+
+
+def _digests(config: StochDPOConfig, ranks: Ranks) -> dict[str, str | None]:
+    """Digests of the model and of a separate reference; None where nothing would be compared with them."""
+    names = {"model": config.model_name_or_path, "reference_model": config.ref_model_name_or_path}
+    if config.reference != "cached" and not config.save_steps and not config.resume_from_checkpoint:
+        return dict.fromkeys(names)
+    # One rank reads the weight files; a 70B model would else be read once a rank.
+    return ranks.on_main(lambda: {key: weights_digest(name) if name else None for key, name in names.items()})
+
+
+def _pairs_to_train(
     engine: StochDPOEngine,
-    schedule: Schedule,
-    record: RunRecord,
     train_set: PairSet | PairStream,
     test_set: PairSet | None,
     tokenizer: PreTrainedTokenizerBase,
-) -> TrainLoop:
+    digests: dict[str, str | None],
+    *,
+    pairs_per_step: int,
+) -> tuple[Windows, list[PreferencePair]]:
+    """Windows of the training pairs, and the held-out pairs, with the reference's log-probs if those are cached."""
+    weights = digests["reference_model"] or digests["model"] or ""
     windows: Windows
     if isinstance(train_set, PairStream):
-        windows = StreamWindows(train_set, pairs_per_step=schedule.pairs_per_step)
+        windows = StreamWindows(train_set, pairs_per_step=pairs_per_step)
     else:
-        pairs = _with_reference(engine, train_set, tokenizer, "training pairs")
-        windows = SetWindows(pairs, seed=engine.config.seed, pairs_per_step=schedule.pairs_per_step)
-    test_pairs = _with_reference(engine, test_set, tokenizer, "held-out pairs") if test_set else []
+        pairs = _with_reference(engine, train_set, tokenizer, weights, "training pairs")
+        windows = SetWindows(pairs, seed=engine.config.seed, pairs_per_step=pairs_per_step)
+    test_pairs = _with_reference(engine, test_set, tokenizer, weights, "held-out pairs") if test_set else []
     if engine.reference is not None and engine.config.reference == "cached":
         engine.reference.release()
         engine.reference = None
-    loop = TrainLoop(engine, schedule, record, windows, test_pairs)
-    loop.run()
-    if isinstance(train_set, PairStream):
-        train_set.log_account()
-    return loop
+    return windows, test_pairs
 
 
 def _load_data(
@@ -169,14 +210,11 @@ def _separate_reference(config: StochDPOConfig) -> str | None:
 
 
 def _with_reference(
-    engine: StochDPOEngine, pair_set: PairSet, tokenizer: PreTrainedTokenizerBase, what: str
+    engine: StochDPOEngine, pair_set: PairSet, tokenizer: PreTrainedTokenizerBase, weights: str, what: str
 ) -> list[PreferencePair]:
     config, ranks = engine.config, engine.ranks
     if config.reference != "cached":
         return pair_set.pairs
-    # One rank reads the weight files; a 70B model would else be read once a rank.
-    name = config.ref_model_name_or_path or config.model_name_or_path
-    weights = ranks.from_main(weights_digest(name) if ranks.is_main else None)
     key = reference_key(
         weights=weights,
         tokenizer=_tokenizer_digest(tokenizer),

@@ -41,9 +41,11 @@ class Tracker(ABC):
 class TensorBoardTracker(Tracker):
     """Event files below output_dir."""
 
-    def __init__(self, config: StochDPOConfig) -> None:
+    def __init__(self, config: StochDPOConfig, first_step: int | None = None) -> None:
         module = importlib.import_module(_MODULES["tensorboard"])
-        self._writer = module.SummaryWriter(log_dir=str(Path(config.output_dir) / TENSORBOARD_FOLDER))
+        folder = str(Path(config.output_dir) / TENSORBOARD_FOLDER)
+        # What an earlier run showed for the steps that are now taken again disappears.
+        self._writer = module.SummaryWriter(log_dir=folder, purge_step=first_step)
         rows = "\n".join(f"    {key}: {value}" for key, value in config.to_dict().items())
         self._writer.add_text("settings", rows)
 
@@ -62,7 +64,7 @@ class TensorBoardTracker(Tracker):
 class WandbTracker(Tracker):
     """A Weights & Biases run; account, mode and proxy come from its environment variables."""
 
-    def __init__(self, config: StochDPOConfig) -> None:
+    def __init__(self, config: StochDPOConfig, first_step: int | None = None) -> None:
         wandb: Any = importlib.import_module(_MODULES["wandb"])
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -83,7 +85,7 @@ class WandbTracker(Tracker):
 class CometTracker(Tracker):
     """A Comet experiment; account and mode come from its environment variables or its own settings file."""
 
-    def __init__(self, config: StochDPOConfig) -> None:
+    def __init__(self, config: StochDPOConfig, first_step: int | None = None) -> None:
         comet_ml: Any = importlib.import_module(_MODULES["comet_ml"])
         self._experiment = comet_ml.start(project=os.environ.get("COMET_PROJECT_NAME", PROJECT))
         self._experiment.set_name(Path(config.output_dir).name)
@@ -100,7 +102,7 @@ class CometTracker(Tracker):
         self._experiment.end()
 
 
-_TRACKERS: dict[str, Callable[[StochDPOConfig], Tracker]] = {
+_TRACKERS: dict[str, Callable[[StochDPOConfig, int | None], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "comet_ml": CometTracker,
@@ -119,17 +121,18 @@ def check_trackers(config: StochDPOConfig) -> None:
             ) from error
 
 
-def start_trackers(config: StochDPOConfig, *, writes: bool) -> list[Tracker]:
+def start_trackers(config: StochDPOConfig, *, writes: bool, first_step: int | None = None) -> list[Tracker]:
     """Start the trackers that `report_to` names.
 
     Args:
         config: Settings; each tracker records all of them.
         writes: Whether this rank writes; the others get none.
+        first_step: First step that is logged, if the run continues from a checkpoint.
 
     Returns:
         The trackers, in the order of `report_to`.
     """
-    return [_TRACKERS[name](config) for name in config.trackers] if writes else []
+    return [_TRACKERS[name](config, first_step) for name in config.trackers] if writes else []
 
 
 def log_line(trackers: Iterable[Tracker], line: dict[str, Any]) -> None:

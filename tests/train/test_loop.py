@@ -2,15 +2,14 @@
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
-from ds_stochdpo import ConfigError, StochDPOConfig
+from ds_stochdpo import StochDPOConfig
 from ds_stochdpo.pruning import full_draw
 from ds_stochdpo.train.loop import _summary, plan_schedule
 from ds_stochdpo.train.progress import Progress
-from ds_stochdpo.train.record import RunRecord, claim_output_dir
+from ds_stochdpo.train.record import RunRecord
 
 
 def schedule(num_pairs, world_size=2, **settings):
@@ -70,34 +69,3 @@ def test_record_is_strict_json_and_silent_on_other_ranks(tmp_path):
     assert drawn["chosen"] == {"prefix_tokens": 2, "positions": [0, 1], "weights": [1.0, 1.0]}
     assert json.loads((tmp_path / "run.json").read_text()) == {"finished": True}
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_output_dir_of_an_earlier_run(tmp_path):
-    assert claim_output_dir(tmp_path / "new", overwrite=False, inputs={}) == []
-    (tmp_path / "train.log").write_text("only a log")
-    assert claim_output_dir(tmp_path, overwrite=False, inputs={}) == []
-    for name in ("metrics.jsonl", "model.safetensors", "config.json", "my_vectors.safetensors"):
-        (tmp_path / name).write_text("x")
-    with pytest.raises(ConfigError, match="overwrite_output_dir"):
-        claim_output_dir(tmp_path, overwrite=False, inputs={})
-    stale = claim_output_dir(tmp_path, overwrite=True, inputs={})
-    RunRecord(tmp_path, writes=True, stale=stale)
-    # The model stays until the export replaces it, and foreign files stay for good.
-    kept = {"train.log", "model.safetensors", "config.json", "my_vectors.safetensors"}
-    assert {p.name for p in tmp_path.iterdir()} == kept
-
-
-def test_a_run_never_writes_over_what_it_reads(tmp_path):
-    (tmp_path / "model").mkdir()
-    inputs = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": "some/hub-name"}
-    with pytest.raises(ConfigError, match="which is model_name_or_path too"):
-        claim_output_dir(tmp_path / "other" / ".." / "model", overwrite=True, inputs=inputs)
-
-
-def test_an_output_dir_that_cannot_be_one(tmp_path):
-    (tmp_path / "file").write_text("x")
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="is a file"):
-            claim_output_dir(folder, overwrite=True, inputs={})
-    with pytest.raises(ConfigError, match="cannot be written"):
-        RunRecord(Path("/proc/ds_stochdpo"), writes=True)

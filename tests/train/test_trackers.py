@@ -11,7 +11,8 @@ import types
 import pytest
 
 from ds_stochdpo import ConfigError, StochDPOConfig
-from ds_stochdpo.train.record import RunRecord, claim_output_dir
+from ds_stochdpo.train.output_dir import claim_for
+from ds_stochdpo.train.record import RunRecord
 from ds_stochdpo.train.trackers import TensorBoardTracker, check_trackers, log_line, start_trackers
 
 ALL = "tensorboard,wandb,comet_ml"
@@ -51,7 +52,7 @@ def test_every_tracker_gets_the_line_and_the_settings(calls, tmp_path):
     config = StochDPOConfig(report_to=ALL, output_dir=str(tmp_path / "run"), beta=0.3)
     check_trackers(config)
     with RunRecord(tmp_path / "run", writes=True) as record:
-        record.trackers = start_trackers(config, writes=True)
+        record.trackers = start_trackers(config, writes=True, first_step=3)
         record.metrics({"step": 3, "loss": 0.5, "grad_norm": float("nan"), "rewards/margins": 2})
         record.metrics({"step": 3, "eval_loss": 0.25})
     assert [call for call in calls if call[0] == "SummaryWriter.add_scalar"] == [
@@ -59,7 +60,7 @@ def test_every_tracker_gets_the_line_and_the_settings(calls, tmp_path):
         ("SummaryWriter.add_scalar", ("rewards/margins", 2.0, 3), {}),
         ("SummaryWriter.add_scalar", ("eval_loss", 0.25, 3), {}),
     ]
-    assert ("SummaryWriter", (), {"log_dir": str(tmp_path / "run" / "tensorboard")}) in calls
+    assert ("SummaryWriter", (), {"log_dir": str(tmp_path / "run" / "tensorboard"), "purge_step": 3}) in calls
     line = {"loss": 0.5, "rewards/margins": 2.0}
     assert ("init.log", (line,), {"step": 3}) in calls
     assert ("init.log", ({"eval_loss": 0.25},), {"step": 3}) in calls
@@ -135,8 +136,9 @@ def test_event_files_of_an_earlier_run_go_with_it(tmp_path):
     events.parent.mkdir()
     events.write_text("x")
     with pytest.raises(ConfigError, match="overwrite_output_dir"):
-        claim_output_dir(tmp_path, overwrite=False, inputs={})
-    RunRecord(tmp_path, writes=True, stale=claim_output_dir(tmp_path, overwrite=True, inputs={}))
+        claim_for(StochDPOConfig(output_dir=str(tmp_path)))
+    claim = claim_for(StochDPOConfig(output_dir=str(tmp_path), overwrite_output_dir=True))
+    RunRecord(tmp_path, writes=True, stale=claim.stale)
     assert not events.exists()
 
 
