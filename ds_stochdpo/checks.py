@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 import warnings
 from typing import Any
@@ -11,6 +12,9 @@ from ds_stochdpo.errors import ConfigError
 
 TRACKERS = ("tensorboard", "wandb", "comet_ml")
 """What `report_to` can name; each is the name of its package too."""
+OPTIONAL_COLUMNS = ("input", "history", "system", "tools", "chat_template_kwargs")
+COLUMNS = ("prompt", "chosen", "rejected", "conversations", "instruction", *OPTIONAL_COLUMNS)
+"""Names that `column_mapping` can give to a column."""
 
 
 def check_settings(config: Any) -> None:
@@ -25,6 +29,7 @@ def check_settings(config: Any) -> None:
     _check_choices(config)
     _check_loss(config)
     _check_sizes(config)
+    _check_mapping(config.column_mapping)
     _check_schedule(config)
     _check_streaming(config)
     _check_resuming(config)
@@ -79,8 +84,32 @@ def _check_sizes(config: Any) -> None:
     for key in ("per_device_eval_batch_size", "logging_steps", "score_chunk_rows"):
         require_int(key, getattr(config, key), low=1)
     require_int("seed", config.seed, low=0)
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", str(config.max_shard_size)):
+        raise ConfigError(f"max_shard_size is {config.max_shard_size!r}; write a whole number and KB, MB, GB or TB.")
     if config.max_length is not None and config.max_length < 2:
         raise ConfigError("max_length is 1; a pair needs one prompt and one response token: set 2 or more.")
+
+
+def _check_mapping(mapping: Any) -> None:
+    if mapping is None:
+        return
+    if (
+        not isinstance(mapping, dict)
+        or not mapping
+        or not all(isinstance(v, str) for kv in mapping.items() for v in kv)
+    ):
+        raise ConfigError(
+            f"column_mapping is {mapping!r}; it must map their columns to ours, as in {{'question': 'prompt'}}."
+        )
+    for theirs, ours in mapping.items():
+        if ours not in COLUMNS:
+            hint = f" It is written as their column, then ours: {ours}={theirs}." if theirs in COLUMNS else ""
+            raise ConfigError(
+                f"column_mapping names {theirs!r} {ours!r}, which is none of our columns: {', '.join(COLUMNS)}.{hint}"
+            )
+    twice = [ours for ours in mapping.values() if list(mapping.values()).count(ours) > 1]
+    if twice:
+        raise ConfigError(f"column_mapping gives two columns the name {twice[0]!r}; keep one of them.")
 
 
 def _check_schedule(config: Any) -> None:

@@ -7,10 +7,12 @@ where that holds a number, else the default in their help text.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ds_stochdpo.checks import check_settings, require_choice, require_number, to_float
+from ds_stochdpo.checks import COLUMNS, check_settings, require_choice, require_number, to_float
+from ds_stochdpo.errors import faults_with
 
 POSITION_SAMPLERS = ("systematic", "bernoulli", "fixed", "stratified")
 PREFIX_SAMPLERS = ("two_point", "floor", "uniform", "geometric")
@@ -21,6 +23,17 @@ LOSS_TYPES = ("sigmoid", "robust", "hinge")
 LR_SCHEDULERS = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup",
                  "inverse_sqrt")  # fmt: skip
 """Schedules of transformers that need no argument of their own."""
+
+_MAPPING_HELP = (
+    "Columns that have other names, as THEIRS=OURS: question=prompt,good=chosen,bad=rejected (or a JSON object, or a "
+    f"mapping in YAML). OURS is one of {', '.join(COLUMNS)}."
+)
+_ERRORS_HELP = (
+    "What a broken row does: stop ends the run, skip drops and counts it. Broken rows: "
+    f"{faults_with('data_errors')}. Whatever this says, dropped and counted are: {faults_with('drop')}. An error if a "
+    f"set begins with it, else dropped and counted: {faults_with('first row')}. Always an error: "
+    f"{faults_with('stop')}, and files that cannot be read or are no whole JSON array."
+)
 
 
 def _doc(default: Any, text: str) -> Any:
@@ -85,6 +98,7 @@ class StochDPOConfig:
         None, "Split that is evaluated: a split name, or a json/jsonl/jsonl.gz/parquet file. None: no evaluation."
     )
     output_dir: str = _doc("outputs", "Folder for the final model, metrics.jsonl, run.json and the report.")
+    max_shard_size: str = _doc("5GB", "Largest weight file of the exported model: a number with KB, MB, GB or TB.")
     overwrite_output_dir: bool = _doc(False, "Replace what an earlier run left in output_dir, its checkpoints too.")
     deepspeed: str | None = _doc(
         None, "Path of the DeepSpeed JSON. None: ZeRO stage 0. In ds_configs: zero2 (GPUs that each hold all weights), "
@@ -112,6 +126,9 @@ class StochDPOConfig:
         "none: log pi alone, for losses that allow it (sigmoid, hinge).",
     )  # fmt: skip
     reference_cache_dir: str | None = _doc(None, "Folder of the reference cache. None: ~/.cache/ds_stochdpo.")
+
+    column_mapping: Mapping[str, str] | None = _doc(None, _MAPPING_HELP)
+    data_errors: Literal["stop", "skip"] = _doc("stop", _ERRORS_HELP)
 
     max_length: int | None = _doc(None, "Longest prompt plus response, in tokens. None: the model's context.")
     max_prompt_length: int | None = _doc(None, "Longest prompt, in tokens. None: what max_length leaves.")

@@ -28,6 +28,10 @@ def main() -> int:
         format=f"%(asctime)s [rank {rank}] %(message)s",
         datefmt="%H:%M:%S",
     )
+    if rank != 0:
+        # Every rank gets the same rows; one account of them is enough.
+        for name in ("rows", "dataset"):
+            logging.getLogger(f"ds_stochdpo.data.{name}").setLevel(logging.ERROR)
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames; nothing a user could change.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if rank != 0 or not sys.stderr.isatty():

@@ -12,6 +12,8 @@ export TORCH_EXTENSIONS_DIR
 trap 'rm -rf "$TORCH_EXTENSIONS_DIR"' EXIT
 # The tests' matrices are too small to gain from threads.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+# Random files for the loader, for so long.
+export FUZZ_SECONDS=60
 
 failed=()
 check() {

@@ -27,6 +27,7 @@ CHOICES = {
     "loss_type": LOSS_TYPES,
     "reference": ("cached", "online", "none"),
     "truncation_mode": ("keep_end", "keep_start"),
+    "data_errors": ("stop", "skip"),
     "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
     "coefficient": ("sampled",),
     "position_sampler": POSITION_SAMPLERS,
@@ -195,6 +196,12 @@ def test_a_pair_needs_two_tokens():
     assert StochDPOConfig(max_prompt_length=1).max_prompt_length == 1
 
 
+@pytest.mark.parametrize("value", ["", "5", "5 GB", "0GB", "-1GB", "5gb", "1.5GB", 5, None])
+def test_a_shard_size_has_a_unit(value):
+    refused(rf"^max_shard_size is {value!r}; write a whole number and KB, MB, GB or TB\.$", max_shard_size=value)
+    assert StochDPOConfig(max_shard_size="20MB").max_shard_size == "20MB"
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, "0", None, True])
 def test_seed_is_a_whole_number(value):
     refused(rf"^seed is {value!r}; it must be a whole number of at least 0\.$", seed=value)
@@ -312,8 +319,25 @@ def test_smoothing_that_leaves_no_preference_is_warned_of():
         StochDPOConfig(label_smoothing=0.5)
 
 
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ("a=prompt", "column_mapping is 'a=prompt'; it must map"),
+        ({}, r"column_mapping is \{\}"),
+        ({"a": 1}, "column_mapping is .*it must map"),
+        ({1: "prompt"}, "column_mapping is .*it must map"),
+        ({"a": "promt"}, "'a' 'promt', which is none of our columns: prompt, chosen, rejected"),
+        ({"prompt": "question"}, "It is written as their column, then ours: question=prompt"),
+        ({"a": "prompt", "b": "prompt"}, "column_mapping gives two columns the name 'prompt'"),
+    ],
+)
+def test_a_column_mapping_gives_our_names_once_each(value, match):
+    refused(match, column_mapping=value)
+    assert StochDPOConfig(column_mapping={"a": "prompt", "b": "tools"}).column_mapping == {"a": "prompt", "b": "tools"}
+
+
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-            "log_draws", "score_recompute", "bf16")  # fmt: skip
+            "log_draws", "score_recompute", "streaming", "bf16")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)
@@ -325,6 +349,20 @@ def test_switches_are_true_or_false(key, value):
 def test_every_switch_is_tested():
     hints = typing.get_type_hints(StochDPOConfig)
     assert {name for name, hint in hints.items() if hint in (bool, bool | None)} == set(SWITCHES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"reference": "none"}, r"^streaming is true, but max_steps is -1;.*set max_steps"),
+        ({"max_steps": 5}, r"^streaming is true, but reference is cached,.*use reference: online or none"),
+    ],
+)
+def test_a_stream_needs_a_number_of_steps_and_no_pass_ahead(settings, match):
+    refused(match, streaming=True, **settings)
+    assert StochDPOConfig(**settings).streaming is False
+    for reference in ("online", "none"):
+        assert StochDPOConfig(streaming=True, max_steps=5, reference=reference).streaming is True
 
 
 def test_a_reference_model_needs_a_reference():

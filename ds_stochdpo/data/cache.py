@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST_DIGITS = 32
-_ROW_SETTINGS = ("max_samples", "column_mapping", "data_errors")
 _PACKAGES = ("transformers", "tokenizers", "jinja2")
 Make = Callable[[], Batches]
 
@@ -58,7 +57,7 @@ def cache_key(
         "code": _code_digest(),
         "names": source.parts,
         "rows": _content_digest(source),
-        "settings": {name: getattr(config, name, None) for name in _ROW_SETTINGS},
+        "settings": [config.max_samples, config.column_mapping and dict(config.column_mapping)],
         "limits": dataclasses.asdict(limits),
         "tokenizer": tokenizer_digest(tokenizer),
         # Templates may write the date.

@@ -17,6 +17,7 @@ import numpy as np
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.cache import cached_batches
+from ds_stochdpo.data.columns import column_list
 from ds_stochdpo.data.outcome import Outcome, RowTokeniser
 from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.data.rows import RowSource, find_source
@@ -65,11 +66,12 @@ def load_pairs(
 ) -> PairSet:
     """Read, check, template, tokenise and truncate the pairs of one split.
 
-    Rows that cannot become a pair are dropped and counted, each reason with its first lines.
+    Rows that cannot become a pair are dropped and counted, each reason with its first lines, or end the load:
+    `errors.ROW_FAULTS` says which.
 
     Args:
-        config: Its data settings: `dataset_*`, `max_length`, `max_prompt_length`, `truncation_mode`,
-            `max_samples`.
+        config: Its data settings: `dataset_*`, `column_mapping`, `data_errors`, `max_length`, `max_prompt_length`,
+            `truncation_mode`, `max_samples`.
         tokenizer: The model's, with its chat template if the rows hold messages.
         split: `train` or `test`: `dataset_train_split` or `dataset_test_split` of the settings.
         context_length: Positions the model has; default and upper bound of `max_length`.
@@ -82,7 +84,7 @@ def load_pairs(
     source = find_source(config, split)
     limits = resolve_limits(config, context_length, tokenizer.bos_token_id)
     with closing(read_outcomes(config, tokenizer, source, limits, progress=progress)) as outcomes:
-        return fold(outcomes, source, limits.max_length)
+        return fold(outcomes, source, limits.max_length, data_errors=config.data_errors)
 
 
 def read_outcomes(
@@ -113,18 +115,21 @@ def read_outcomes(
             yield from from_batch(batch)
 
 
-def fold(outcomes: Iterable[Outcome], source: RowSource, max_length: int | None) -> PairSet:
+def fold(
+    outcomes: Iterable[Outcome], source: RowSource, max_length: int | None, *, data_errors: str = "stop"
+) -> PairSet:
     """The pairs of all rows and their account, which is logged.
 
     Args:
         outcomes: Of every row, in order.
         source: Where the rows come from, for messages.
         max_length: Limit that was in force.
+        data_errors: `stop` or `skip`, as in the settings.
 
     Raises:
         DataError: If a row ends the run, or no row is usable.
     """
-    account = Account()
+    account = Account(data_errors)
     pairs = [pair for outcome in outcomes if (pair := account.take(outcome)) is not None]
     account.check_used(source)
     account.log(source)
@@ -158,16 +163,16 @@ class Account:
         ignored: Columns that no row used, in the order met.
     """
 
-    def __init__(self, *, finds_duplicates: bool = True) -> None:
+    def __init__(self, data_errors: str = "stop", *, finds_duplicates: bool = True) -> None:
         """Start counting.
 
         Args:
+            data_errors: `stop` or `skip`, as in the settings.
             finds_duplicates: Count rows that repeat an earlier one; takes 32 bytes a row.
         """
-        self.tally = Tally()
+        self.tally = Tally(data_errors)
         self.ignored: dict[str, None] = {}
         self._seen: set[bytes] | None = set() if finds_duplicates else None
-        self._has_known_layout = False
 
     def take(self, outcome: Outcome) -> PreferencePair | None:
         """The pair of the next row, whose id is the number of rows before it; None: the row is dropped.
@@ -177,12 +182,8 @@ class Account:
         """
         row_index = self.tally.counts["read"]
         self.tally.counts["read"] += 1
-        self._has_known_layout |= bool(outcome.content)
-        # The first row tells a wrong file from a file with a hole in it.
-        if outcome.verdict == "refuse" or (outcome.verdict == "unknown layout" and not self._has_known_layout):
-            raise DataError(outcome.detail)
         self.ignored.update(dict.fromkeys(outcome.ignored))
-        if outcome.verdict != "pair":
+        if outcome.reason:
             self.tally.drop(BadRowError(outcome.reason, outcome.detail), outcome.source)
             return None
         self.tally.counts["used"] += 1
@@ -211,7 +212,7 @@ class Account:
         if num_read == 0:
             raise DataError(f"{', '.join(source.parts)}: no rows; the set must hold at least one preference pair.")
         if self.tally.counts["used"] == 0:
-            columns = f" Columns not used: {', '.join(self.ignored)}." if self.ignored else ""
+            columns = f" Columns not used: {column_list(self.ignored)}." if self.ignored else ""
             raise DataError(
                 f"{source.name}: 0 of {num_read} rows usable. {'; '.join(self.tally.describe('dropped/'))}.{columns}"
             )
@@ -222,7 +223,7 @@ class Account:
         logger.info("%s: %d rows read, %d used", source.name, tally.counts["read"], tally.counts["used"])
         level = _level()
         if self.ignored:
-            logger.log(level, "%s: columns not used: %s", source.name, ", ".join(self.ignored))
+            logger.log(level, "%s: columns not used: %s", source.name, column_list(self.ignored))
         for prefix in ("dropped/", "truncated/", "noted/"):
             for phrase in tally.describe(prefix):
                 logger.log(level, "%s: %s %s", source.name, prefix[:-1], phrase)

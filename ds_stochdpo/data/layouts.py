@@ -2,38 +2,39 @@
 
 Floor: data. Entry: `canonical_row`. The layout is decided row by row, from the columns and the types in them:
 
-- plain: `prompt`, `chosen`, `rejected` strings;
-- conversational: `chosen` and `rejected` are messages, either what follows `prompt` or whole conversations.
-  Whole conversations decide over a `prompt` string: the prompt is then the messages that both share at the
-  start;
+- plain: `prompt`, `chosen`, `rejected` strings, taken as they are, without chat template;
+- conversational: `chosen` and `rejected` are messages, either what follows `prompt` or whole conversations
+  (`chosen_messages` and `rejected_messages` in LLaMA-Factory v1 files). Whole conversations decide over a `prompt`
+  string;
 - ShareGPT: `conversations` of {from, value}, `chosen` and `rejected` one such message, `system`, `tools`;
-- transcript: no `prompt`; both strings end with the turn that differs, and the prompt ends after the last
+- Alpaca: `instruction`, `input`, `chosen`, `rejected` strings, `system`, `history`; a user turn holds instruction and
+  input with a blank line between them;
+- transcript: no prompt; both strings end with the turn that differs, and the prompt ends after the last
   "Assistant:" that both share.
 
-A prompt that is not given is never read from histories that differ: such a row would train on the user's
-words.
+Messages that both sides share at the start are the prompt, given or not. What is left to score must be the
+assistant's alone: a row that would train on what a user or a tool says is refused.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_stochdpo.data.messages import Message, read_messages, require_text
-from ds_stochdpo.data.tally import BadRowError
-from ds_stochdpo.errors import DataError
+from ds_stochdpo.data.messages import Message, json_kind, read_messages, read_tools, require_text, same_message
+from ds_stochdpo.data.refusals import refusal
+from ds_stochdpo.data.tally import BadRowError, BrokenRow
 
 ASSISTANT_TAG = "\n\nAssistant:"
 HUMAN_TAG = "\n\nHuman:"
 HISTORIES_DIFFER = "histories differ"
-
-ACCEPTED_LAYOUTS = (
-    "prompt, chosen, rejected (strings or messages)",
-    "chosen, rejected (whole conversations, or transcripts with 'Human:' and 'Assistant:' turns)",
-    "conversations, chosen, rejected (ShareGPT; system and tools optional)",
-)
+# Arguments of `apply_chat_template` that are not the row's to choose.
+_OWN_ARGUMENTS = frozenset({
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs", "sanitize_control_tokens",
+})  # fmt: skip
 
 Side = str | list[Message]
 
@@ -44,7 +45,7 @@ class CanonicalRow:
 
     Attributes:
         prompt: Text before the response, or its messages.
-        chosen: Preferred response; messages end with the assistant's.
+        chosen: Preferred response; messages are the assistant's alone.
         rejected: Other response, of the same kind.
         columns: Columns that were used; the others are ignored.
         tools: Tool schemas for the chat template.
@@ -59,62 +60,58 @@ class CanonicalRow:
     template_options: dict[str, Any] | None = None
 
 
-class UnknownLayoutError(DataError):
-    """The columns of a row fit no layout."""
-
-
-def canonical_row(row: Any, source: str) -> CanonicalRow:
+def canonical_row(row: Any) -> CanonicalRow:
     """Recognise the layout of a row and convert it.
 
     Args:
-        row: One JSON value as read.
-        source: "file:line" for messages.
+        row: One JSON value as read, or what stands for a line that could not be read.
 
     Raises:
-        BadRowError: If this row alone is unusable.
-        UnknownLayoutError: If columns are missing.
-        DataError: If the row is built in a way that a whole file usually shares: unpaired data, responses
-            of two kinds, a response that does not end with the assistant.
+        BadRowError: If the row is unusable; whether that ends the run depends on the reason.
     """
+    if isinstance(row, BrokenRow):
+        raise BadRowError(row.reason, row.detail)
     if not isinstance(row, dict):
-        raise BadRowError("not an object", f"the row is a {type(row).__name__}")
-    if "chosen" not in row or "rejected" not in row:
-        raise _refusal(row, source)
-    if "prompt" not in row and "conversations" in row:
-        return _from_sharegpt(row, source)
-    chosen, rejected = (_read_side(row[field], field, source) for field in ("chosen", "rejected"))
-    prompt = row.get("prompt")
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if isinstance(prompt, list):
-            chosen, rejected = _assistant(chosen), _assistant(rejected)
-            return _conversational(row, _split_explicit(read_messages(prompt, "prompt"), chosen, rejected))
-        if "prompt" in row:
-            columns = frozenset({"prompt", "chosen", "rejected"})
-            return CanonicalRow(require_text(prompt, "prompt"), chosen, rejected, columns)
-        return CanonicalRow(*_split_transcript(chosen, rejected), frozenset({"chosen", "rejected"}))
-    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise BadRowError("not an object", f"the row is {json_kind(row)}; it must be an object with columns")
+    names = _response_columns(row)
+    chosen, rejected = (_read_side(row[name], name) for name in names)
+    used = set(names)
+    if isinstance(chosen, str) is not isinstance(rejected, str):
         kinds = {True: "a string", False: "messages"}
-        raise DataError(
-            f"{source}: chosen is {kinds[isinstance(chosen, str)]} but rejected is "
-            f"{kinds[isinstance(rejected, str)]}; both must be of one kind: change this row."
+        raise BadRowError(
+            "responses of two kinds",
+            f"chosen is {kinds[isinstance(chosen, str)]} but rejected is {kinds[isinstance(rejected, str)]}; both must "
+            "be of one kind",
         )
-    return _conversational(row, _split_conversation(prompt, chosen, rejected))
-
-
-def _refusal(row: dict[str, Any], source: str) -> DataError:
-    found = ", ".join(map(str, row)) or "none"
-    if "label" in row and not {"messages", "completion", "conversations"}.isdisjoint(row):
-        return DataError(
-            f"{source}: this is unpaired data (KTO layout; columns {found}): one response and a label a row. "
-            "Preference pairs need chosen and rejected in each row."
-        )
-    layouts = "; ".join(ACCEPTED_LAYOUTS)
-    return UnknownLayoutError(
-        f"{source}: no known layout has the columns {found}. Accepted: {layouts}. Rename the columns."
+    column = next((name for name in ("prompt", "conversations", "instruction") if row.get(name) is not None), "prompt")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if column == "prompt" and not isinstance(row.get("prompt"), list):
+            return _from_strings(row, chosen, rejected, used)
+        chosen, rejected = _assistant(chosen), _assistant(rejected)
+    assert isinstance(chosen, list)
+    assert isinstance(rejected, list)
+    used |= {column, "tools", "chat_template_kwargs"} & set(row)
+    prompt: list[Message] = []
+    # Whole conversations hold the prompt themselves, better than a string does.
+    if isinstance(row.get(column), list) or not (_is_whole(chosen) and _is_whole(rejected)):
+        prompt, more = _read_prompt(row, column)
+        used |= more & set(row)
+    return CanonicalRow(
+        *split_conversations(prompt, chosen, rejected),
+        frozenset(used),
+        read_tools(row.get("tools")),
+        _template_options(row.get("chat_template_kwargs")),
     )
 
 
-def _read_side(value: Any, field: str, source: str) -> Side:
+def _response_columns(row: dict[str, Any]) -> tuple[str, str]:
+    for names in (("chosen", "rejected"), ("chosen_messages", "rejected_messages")):
+        if all(name in row for name in names):
+            return names
+    raise refusal(row)
+
+
+def _read_side(value: Any, field: str) -> Side:
     if isinstance(value, dict) and ("role" in value or "from" in value):
         value = [value]
     if not isinstance(value, list):
@@ -123,108 +120,125 @@ def _read_side(value: Any, field: str, source: str) -> Side:
     if not messages:
         raise BadRowError("no response tokens", f"{field} is an empty list")
     if messages[-1]["role"] != "assistant":
-        raise DataError(
-            f"{source}: {field} must end with an assistant message (found: {messages[-1]['role']}); change its role."
+        raise BadRowError(
+            "not an assistant message",
+            f"{field} must end with an assistant message (found: {messages[-1]['role']}); change its role",
         )
     return messages
+
+
+def _from_strings(row: dict[str, Any], chosen: str, rejected: str, used: set[str]) -> CanonicalRow:
+    if "prompt" in row:
+        used.add("prompt")
+        return CanonicalRow(require_text(row["prompt"], "prompt"), chosen, rejected, frozenset(used))
+    return CanonicalRow(*split_transcripts(chosen, rejected), frozenset(used))
 
 
 def _assistant(text: str) -> list[Message]:
     return [{"role": "assistant", "content": text}]
 
 
-Split = tuple[list[Message], list[Message], list[Message]]
+def _is_whole(side: list[Message]) -> bool:
+    return side[0]["role"] in ("system", "developer", "user")
 
 
-def _conversational(row: dict[str, Any], split: Split) -> CanonicalRow:
-    columns = {"prompt", "chosen", "rejected", "tools", "chat_template_kwargs"} & set(row)
-    options = row.get("chat_template_kwargs")
-    return CanonicalRow(*split, frozenset(columns), _read_tools(row.get("tools")), options or None)
+def _read_prompt(row: dict[str, Any], column: str) -> tuple[list[Message], set[str]]:
+    """Messages of the prompt, and the columns beside `column` that they come from."""
+    value = row.get(column)
+    if column == "instruction":
+        return _alpaca_prompt(row), {"input", "history", "system"}
+    if column == "conversations":
+        if not isinstance(value, list):
+            raise BadRowError("not text", f"conversations is {json_kind(value)}, not a list of messages")
+        return [*_system_turn(row), *read_messages(value, column)], {"system"}
+    if value is None:
+        return [], set()
+    if isinstance(value, list):
+        return read_messages(value, column), set()
+    return [{"role": "user", "content": require_text(value, column)}], set()
 
 
-def _from_sharegpt(row: dict[str, Any], source: str) -> CanonicalRow:
-    if not isinstance(row["conversations"], list):
-        raise BadRowError("not text", f"conversations is {type(row['conversations']).__name__}")
-    prompt = read_messages(row["conversations"], "conversations")
-    if row.get("system"):
-        prompt = [{"role": "system", "content": require_text(row["system"], "system")}, *prompt]
-    sides = [_read_side(row[field], field, source) for field in ("chosen", "rejected")]
-    chosen, rejected = (_assistant(side) if isinstance(side, str) else side for side in sides)
-    columns = {"conversations", "chosen", "rejected", "system", "tools"} & set(row)
-    split = _split_explicit(prompt, chosen, rejected)
-    return CanonicalRow(*split, frozenset(columns), _read_tools(row.get("tools")))
+def _alpaca_prompt(row: dict[str, Any]) -> list[Message]:
+    parts = [require_text(row[name], name) for name in ("instruction", "input") if row.get(name) is not None]
+    messages = _system_turn(row)
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise BadRowError("not text", "history is no list of [user, assistant] pairs")
+    for asked, answered in history:
+        messages.append({"role": "user", "content": require_text(asked, "history")})
+        messages += _assistant(require_text(answered, "history"))
+    return [*messages, {"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
 
-def _read_tools(value: Any) -> list[Any] | None:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise BadRowError("tools are not JSON", str(error)) from None
-    if not value:
+def _system_turn(row: dict[str, Any]) -> list[Message]:
+    system = row.get("system")
+    return [{"role": "system", "content": require_text(system, "system")}] if system not in (None, "") else []
+
+
+def _template_options(value: Any) -> dict[str, Any] | None:
+    if value in (None, {}):
         return None
-    if not isinstance(value, list):
-        raise BadRowError("tools are not JSON", f"tools is {type(value).__name__}, not a list")
-    return [_openai_tool(tool) for tool in value]
+    if not isinstance(value, dict):
+        raise BadRowError("bad template arguments", f"chat_template_kwargs is {json_kind(value)}, not an object")
+    own = sorted(_OWN_ARGUMENTS & set(value))
+    if own:
+        raise BadRowError("bad template arguments", f"chat_template_kwargs sets {', '.join(own)}")
+    # A columnar file gives every row the keys of all.
+    return {key: item for key, item in value.items() if item is not None} or None
 
 
-def _openai_tool(tool: Any) -> Any:
-    """Templates expect the OpenAI form; ShareGPT files hold the bare function."""
-    is_bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
-    return {"type": "function", "function": tool} if is_bare else tool
+def split_conversations(
+    prompt: list[Message], chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Prompt and responses, the prompt being all that both sides share before the assistant speaks to differ.
 
+    Args:
+        prompt: Messages that come before both sides, as given; may be empty.
+        chosen: What follows, or a whole conversation that repeats the prompt or its end.
+        rejected: Likewise.
 
-def _split_conversation(prompt: Any, chosen: list[Message], rejected: list[Message]) -> Split:
-    openers = ("system", "developer", "user")
-    whole = chosen[0]["role"] in openers and rejected[0]["role"] in openers
-    if prompt is None or (isinstance(prompt, str) and whole):
-        return _split_implicit(chosen, rejected)
-    if isinstance(prompt, list):
-        return _split_explicit(read_messages(prompt, "prompt"), chosen, rejected)
-    return _split_explicit([{"role": "user", "content": require_text(prompt, "prompt")}], chosen, rejected)
-
-
-def _split_explicit(prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> Split:
-    """Prompt as given; responses that repeat it (or its end) lose the repetition."""
+    Raises:
+        BadRowError: If there is no prompt, or more than the assistant's turns would be scored.
+    """
     chosen, rejected = _strip_repeat(prompt, chosen), _strip_repeat(prompt, rejected)
-    # A system turn opens a conversation: the responses are whole ones that say more than the prompt column.
-    if not prompt or chosen[0]["role"] == rejected[0]["role"] == "system":
-        return _split_implicit(chosen, rejected)
-    # Turns of others that both sides open with are context, not response.
-    while chosen[0]["role"] != "assistant" and chosen[0] == rejected[0]:
-        prompt, chosen, rejected = [*prompt, chosen[0]], chosen[1:], rejected[1:]
-    for field, side in (("chosen", chosen), ("rejected", rejected)):
-        if side[0]["role"] != "assistant":
-            raise BadRowError(HISTORIES_DIFFER, f"after the prompt {field} goes on with a {side[0]['role']} turn")
-    return prompt, chosen, rejected
+    # A system turn opens a conversation: the sides are whole ones that say more than the prompt column.
+    if chosen[0]["role"] == rejected[0]["role"] == "system":
+        prompt = []
+    given = len(prompt)
+    chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
+    shortest = min(len(chosen), len(rejected))
+    shared = next((i for i in range(shortest) if not same_message(chosen[i], rejected[i])), shortest - 1)
+    while shared > given and not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
+        shared -= 1
+    sides = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
+    for field, side in sides.items():
+        other = next((message["role"] for message in side if message["role"] != "assistant"), None)
+        if other is not None:
+            raise BadRowError(HISTORIES_DIFFER, f"{field} has a turn of {other!r} after the point where the two part")
+    if shared == 0:
+        raise BadRowError("prompt is empty", "no message before the responses")
+    return chosen[:shared], sides["chosen"], sides["rejected"]
 
 
 def _strip_repeat(prompt: list[Message], side: list[Message]) -> list[Message]:
     for start in range(len(prompt)):
         repeated = prompt[start:]
-        if len(side) > len(repeated) and side[: len(repeated)] == repeated:
+        if len(side) > len(repeated) and all(map(same_message, side, repeated)):
             return side[len(repeated) :]
     return side
 
 
-def _split_implicit(chosen: list[Message], rejected: list[Message]) -> Split:
-    """Prompt = the messages both share at the start, ending where the assistant speaks next in both."""
-    shortest = min(len(chosen), len(rejected))
-    shared = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest - 1)
-    while shared > 0 and not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
-        shared -= 1
-    prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    if chosen[0]["role"] == rejected[0]["role"] == "assistant" and not prompt:
-        raise BadRowError("prompt is empty", "no message before the responses")
-    if not prompt or any(message["role"] == "user" for message in (*chosen, *rejected)):
-        raise BadRowError(HISTORIES_DIFFER, "the conversations part before the last user turn")
-    return prompt, chosen, rejected
+def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Prompt and responses of two transcripts; prompt and response together are the transcript, letter by letter.
 
-
-def _split_transcript(chosen: str, rejected: str) -> tuple[str, str, str]:
+    Raises:
+        BadRowError: If they share no assistant tag, or human turns lie after the last one that they share.
+    """
     cut = chosen[: common_prefix_length(chosen, rejected)].rfind(ASSISTANT_TAG)
     if cut < 0:
-        raise BadRowError("no assistant turn", f"no prompt column, and the texts share no {ASSISTANT_TAG.strip()!r}")
+        raise BadRowError(
+            "no assistant turn", f"no prompt column, and the texts share no {ASSISTANT_TAG.strip()!r}; give a prompt"
+        )
     end = cut + len(ASSISTANT_TAG)
     if HUMAN_TAG in chosen[end:] or HUMAN_TAG in rejected[end:]:
         raise BadRowError(HISTORIES_DIFFER, "the transcripts part before the last human turn")

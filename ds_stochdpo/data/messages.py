@@ -1,4 +1,4 @@
-"""Messages in the two spellings people use, and the check that text is text.
+"""Messages and tools in the spellings people use, and the check that text is text.
 
 Floor: data. Entry: `read_messages`.
 """
@@ -23,6 +23,8 @@ FROM_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+# What a message says; other keys (weights, ids, dates) do not make two messages different.
+_SAYING = ("role", "content", "tool_calls", "reasoning_content", "thinking")
 
 
 def require_text(value: Any, field: str) -> str:
@@ -32,7 +34,7 @@ def require_text(value: Any, field: str) -> str:
         BadRowError: If it is null, a number or an object (never converted), or holds half a surrogate pair.
     """
     if not isinstance(value, str):
-        raise BadRowError("not text", f"{field} is {_json_kind(value)}")
+        raise BadRowError("not text", f"{field} is {json_kind(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -43,39 +45,87 @@ def require_text(value: Any, field: str) -> str:
 def read_messages(values: list[Any], field: str) -> list[Message]:
     """Messages as {role, content, ...}, whether given so or as {from, value}.
 
-    Keys without a value are left out (columnar files fill them in), text parts are joined, and a ShareGPT
-    function call becomes a tool call.
+    Keys without a value are left out (columnar files fill them in), text parts are joined, and a function call of
+    ShareGPT or of OpenAI's old form becomes a tool call.
 
     Args:
         values: The list as read.
         field: Column it came from, for messages.
 
     Raises:
-        BadRowError: If an entry is no message, or its content no text.
+        BadRowError: If an entry is no message, its content no text, or its calls have no name.
     """
     return [_read_message(value, f"{field}[{index}]") for index, value in enumerate(values)]
 
 
+def same_message(first: Message, second: Message) -> bool:
+    """Whether two messages say the same, whatever else is noted about them."""
+    return all(first.get(key) == second.get(key) for key in _SAYING)
+
+
+def read_tools(value: Any) -> list[Any] | None:
+    """Tool schemas in OpenAI's form, given as a list or as its JSON text; None: there are none.
+
+    Raises:
+        BadRowError: If it is something else.
+    """
+    if isinstance(value, str) and value.strip():
+        value = _loads(value, "tools are not JSON", "tools")
+    if value in (None, "", [], {}) or (isinstance(value, str) and not value.strip()):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRowError("tools are not JSON", f"tools is {json_kind(value)}; it must be a list of objects")
+    # ShareGPT files hold the bare function.
+    return [{"type": "function", "function": tool} if _is_bare(tool) else tool for tool in value]
+
+
+def function_name(call: Any) -> str:
+    """Name of the function that a tool call or a tool schema is about; empty: it has none."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _is_bare(tool: dict[str, Any]) -> bool:
+    return "name" in tool and "function" not in tool
+
+
 def _read_message(value: Any, field: str) -> Message:
     if not isinstance(value, dict):
-        raise BadRowError("not text", f"{field} is {_json_kind(value)}, not a message")
-    if "role" in value:
-        message = {key: item for key, item in value.items() if item is not None}
-        message["role"] = require_text(value["role"], f"{field}.role")
-        message["content"] = _read_content(value, field)
-        return message
+        raise BadRowError("not text", f"{field} is {json_kind(value)}, not a message")
+    if "role" not in value:
+        return _read_sharegpt(value, field)
+    message = {key: item for key, item in value.items() if item is not None}
+    message["role"] = require_text(value["role"], f"{field}.role")
+    if "function_call" in message:
+        message.setdefault("tool_calls", [{"type": "function", "function": message.pop("function_call")}])
+    if "tool_calls" in message:
+        message["tool_calls"] = _read_calls(message["tool_calls"], field)
+    message["content"] = _read_content(message, field)
+    return message
+
+
+def _read_sharegpt(value: dict[str, Any], field: str) -> Message:
     role = value.get("from")
-    if role not in FROM_ROLES:
-        raise BadRowError("unknown role", f"{field} is from {role!r}; known: {', '.join(FROM_ROLES)}")
+    if not isinstance(role, str) or role not in FROM_ROLES:
+        raise BadRowError("unknown role", f"{field} is from {str(role)[:40]!r}; known: {', '.join(FROM_ROLES)}")
     text = require_text(value.get("value"), f"{field}.value")
-    if role == "function_call":
-        return _function_call(text, field)
-    return {"role": FROM_ROLES[role], "content": text}
+    if role != "function_call":
+        return {"role": FROM_ROLES[role], "content": text}
+    calls = _loads(text, "not a function call", field)
+    calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return {"role": "assistant", "content": "", "tool_calls": _read_calls(calls, field)}
 
 
-def _read_content(value: dict[str, Any], field: str) -> str:
-    content = value.get("content")
-    if content is None and value.get("tool_calls"):
+def _read_calls(calls: Any, field: str) -> list[Any]:
+    if not isinstance(calls, list) or not all(function_name(call) for call in calls):
+        raise BadRowError("not a function call", f"{field} has a tool call without the name of its function")
+    return calls
+
+
+def _read_content(message: Message, field: str) -> str:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
         return ""
     if isinstance(content, list):
         return "".join(_part_text(part, field) for part in content)
@@ -88,22 +138,15 @@ def _part_text(part: Any, field: str) -> str:
     raise BadRowError("not text", f"{field}.content has a part that is not text")
 
 
-def _function_call(text: str, field: str) -> Message:
+def _loads(text: str, reason: str, field: str) -> Any:
     try:
-        calls = json.loads(text)
-    except json.JSONDecodeError:
-        raise BadRowError("not a function call", f"{field} is not JSON") from None
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise BadRowError("not a function call", f"{field} has no name")
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-    }
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(reason, f"{field}: {error}") from None
 
 
-def _json_kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
+    """What a JSON value is, in words."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -112,4 +155,6 @@ def _json_kind(value: Any) -> str:
         return "a number"
     if isinstance(value, dict):
         return "an object"
+    if isinstance(value, str):
+        return "a string"
     return "a list" if isinstance(value, list) else f"a {type(value).__name__}"

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ds_stochdpo.data.layouts import CanonicalRow, UnknownLayoutError, canonical_row
+from ds_stochdpo.data.layouts import canonical_row
 from ds_stochdpo.data.render import PairRenderer
-from ds_stochdpo.data.tally import BadRowError
+from ds_stochdpo.data.tally import BadRowError, printable
 from ds_stochdpo.data.truncate import LengthLimits, truncate
-from ds_stochdpo.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Verdict = Literal["pair", "drop", "unknown layout", "refuse"]
 
 
 def _no_ids() -> np.ndarray:
@@ -35,10 +32,8 @@ class Outcome:
 
     Attributes:
         source: "file:line" of the row.
-        verdict: `pair`; `drop`, the row alone is unusable; `unknown layout`, its columns fit none, which ends the run
-            unless an earlier row had one; `refuse`, the run ends.
-        reason: Key of the count of a dropped row.
-        detail: What a dropped row holds, or the whole message of the error.
+        reason: Why the row makes no pair, a key of `ROW_FAULTS`, which says whether that ends the run. Empty: a pair.
+        detail: What such a row holds, for the message.
         prompt_ids: Shared prompt, int64 [P], P >= 1; empty without a pair.
         chosen_ids: Preferred response, int64 [T_w], T_w >= 1; empty without a pair.
         rejected_ids: Other response, int64 [T_l], T_l >= 1; empty without a pair.
@@ -51,7 +46,6 @@ class Outcome:
     """
 
     source: str
-    verdict: Verdict
     reason: str = ""
     detail: str = ""
     prompt_ids: np.ndarray = field(default_factory=_no_ids)
@@ -76,35 +70,23 @@ class RowTokeniser:
 
         Args:
             row: Any JSON value.
-            source: "file:line" for messages.
+            source: "file:line" of the row.
         """
         known: dict[str, Any] = {}
         try:
-            canonical = canonical_row(row, source)
+            canonical = canonical_row(row)
             text = repr((canonical.prompt, canonical.chosen, canonical.rejected))
             known["content"] = hashlib.sha256(text.encode()).digest()
-            known["ignored"] = tuple(str(key) for key in row if key not in canonical.columns)
-            rendered = self._renderer.render(canonical, source)
+            known["ignored"] = tuple(printable(key) for key in row if key not in canonical.columns)
+            rendered = self._renderer.render(canonical)
             parts = (rendered.prompt_ids, rendered.chosen_ids, rendered.rejected_ids)
             known["full_lengths"] = tuple(len(ids) for ids in parts)
             cut, cuts = truncate(rendered, self.limits)
         except BadRowError as bad:
-            return Outcome(source, "drop", bad.reason, bad.detail, **known)
-        except UnknownLayoutError as error:
-            return Outcome(source, "unknown layout", "missing column", str(error), **known)
-        except DataError as error:
-            return Outcome(source, "refuse", detail=str(error), **known)
+            return Outcome(source, bad.reason, bad.detail, **known)
         ids: dict[str, Any] = {
             "prompt_ids": cut.prompt_ids,
             "chosen_ids": cut.chosen_ids,
             "rejected_ids": cut.rejected_ids,
         }
-        notes = (*rendered.notes, *_notes(canonical))
-        return Outcome(source, "pair", cuts=tuple(cuts), notes=notes, **ids, **known)
-
-
-def _notes(row: CanonicalRow) -> list[str]:
-    if not isinstance(row.prompt, str) or not row.prompt.strip():
-        return []
-    repeats = all(isinstance(side, str) and side.startswith(row.prompt) for side in (row.chosen, row.rejected))
-    return ["response repeats prompt"] if repeats else []
+        return Outcome(source, cuts=tuple(cuts), notes=rendered.notes, **ids, **known)

@@ -10,27 +10,37 @@ for both.
 
 What ends a response: for messages whatever the template writes after the last assistant turn, a trailing
 newline included; for strings the tokenizer's end token, unless the text ends with it.
+
+A control token that is written out in a text, such as <|im_end|>, becomes that token, as it does at inference: it is
+kept, not escaped, and the row is noted. Only what follows the prompt's rendering is scored all the same.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
 from ds_stochdpo.data.layouts import CanonicalRow, common_prefix_length
-from ds_stochdpo.data.messages import Message
+from ds_stochdpo.data.messages import Message, function_name
 from ds_stochdpo.data.tally import BadRowError
-from ds_stochdpo.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
+CONTROL_TOKENS = "control tokens in text"
+REPEATS_PROMPT = "response repeats prompt"
+NO_TOOLS = "tools that the template does not render"
+DROPS_CALLS = "template drops tool calls"
+# A template is a program that runs on the row's data, so it may fail in any of these ways.
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+                   RecursionError)  # fmt: skip
+NOTHING = r"(?!)"
+Encoded = tuple[list[int], list[int], list[int], list[str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,57 +69,70 @@ class PairRenderer:
         # A begin token that is only defined (GPT-2, ChatML models) must not be invented; one that the
         # tokenizer itself writes before any text must be there.
         self._bos_ids = [bos] if bos is not None and list(tokenizer("")["input_ids"][:1]) == [bos] else []
-        self._has_warned_tools = False
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._control_token = re.compile("|".join(map(re.escape, sorted(special))) or NOTHING)
 
-    def render(self, row: CanonicalRow, source: str) -> RenderedPair:
+    def render(self, row: CanonicalRow) -> RenderedPair:
         """Tokenise one row.
 
         Args:
             row: Strings are taken as they are; messages go through the chat template.
-            source: "file:line" for messages.
 
         Raises:
-            BadRowError: If the prompt or a response has no token, both responses have the same ones, or the
-                template refuses the row or rewrites its prompt.
-            DataError: If there are messages but no chat template, or the template drops tool calls.
+            BadRowError: If the prompt or a response has no token, both responses have the same ones, there are
+                messages but no chat template, or the template refuses the row, rewrites its prompt or drops its tool
+                calls.
         """
         if isinstance(row.prompt, str):
-            prompt = self._encode(row.prompt)
-            chosen, rejected = (self._encode_whole(row.prompt, side) for side in (row.chosen, row.rejected))
-            boundary = common_prefix_length(prompt, chosen, rejected)
+            prompt, chosen, rejected, notes = self._encode_strings(row)
         else:
-            prompt, chosen, rejected = self._apply_template(row, source)
-            boundary = common_prefix_length(prompt, chosen, rejected)
-            if boundary < len(prompt):
-                self._check_prompt_kept(row)
+            prompt, chosen, rejected, notes = self._encode_messages(row)
+        boundary = common_prefix_length(prompt, chosen, rejected)
+        if boundary < len(prompt) and not isinstance(row.prompt, str):
+            self._check_prompt_kept(row)
         if boundary == 0:
             raise BadRowError("prompt is empty", "no token before the responses")
-        return _split(chosen, rejected, boundary)
+        return _split(chosen, rejected, boundary, notes)
+
+    def _encode_strings(self, row: CanonicalRow) -> Encoded:
+        prompt, sides = str(row.prompt), (str(row.chosen), str(row.rejected))
+        whole = [self._encode_whole(prompt, side) for side in sides]
+        # An end token that is written out at the end of a response does what it says.
+        bare = [side.removesuffix(self.tokenizer.eos_token or "") for side in sides]
+        notes = self._control_notes((prompt, *bare))
+        if prompt.strip() and all(side.startswith(prompt) for side in sides):
+            notes.append(REPEATS_PROMPT)
+        return self._encode(prompt), whole[0], whole[1], notes
 
     def _encode(self, text: str) -> list[int]:
         ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         return ids if ids[:1] == self._bos_ids else self._bos_ids + ids
 
-    def _encode_whole(self, prompt: str, response: Any) -> list[int]:
+    def _encode_whole(self, prompt: str, response: str) -> list[int]:
         ids = self._encode(prompt + response)
         eos, eos_id = self.tokenizer.eos_token, self.tokenizer.eos_token_id
         if eos_id is None or (response.endswith(eos) and ids[-1:] == [eos_id]):
             return ids
         return [*ids, eos_id]
 
-    def _apply_template(self, row: CanonicalRow, source: str) -> tuple[list[int], list[int], list[int]]:
+    def _encode_messages(self, row: CanonicalRow) -> Encoded:
         if not self.tokenizer.chat_template:
-            raise DataError(
-                f"{source}: the row holds messages, but the tokenizer has no chat template; "
-                "use a model with one, or give prompt, chosen and rejected as strings."
+            raise BadRowError(
+                "no chat template",
+                "the row holds messages, but the tokenizer has no chat template; use a model with one, or give prompt, "
+                "chosen and rejected as strings",
             )
         prompt, chosen, rejected = _conversations(row)
-        self._check_tools(row, source)
-        return (
-            self._template_ids(prompt, row, add_generation_prompt=True),
-            self._template_ids(chosen, row),
-            self._template_ids(rejected, row),
-        )
+        ids = [self._template_ids(prompt, row, add_generation_prompt=True)]
+        ids += [self._template_ids(side, row) for side in (chosen, rejected)]
+        notes = self._control_notes(message["content"] for message in (*chosen, *rejected[len(prompt) :]))
+        asked, answers = prompt[-1]["content"], (chosen[len(prompt)]["content"], rejected[len(prompt)]["content"])
+        if asked.strip() and all(answer.startswith(asked) for answer in answers):
+            notes.append(REPEATS_PROMPT)
+        return ids[0], ids[1], ids[2], notes + self._check_tools(row)
+
+    def _control_notes(self, texts: Iterable[str]) -> list[str]:
+        return [CONTROL_TOKENS] if any(map(self._control_token.search, texts)) else []
 
     def _template_ids(
         self, messages: list[Message], row: CanonicalRow, *, add_generation_prompt: bool = False
@@ -125,12 +148,12 @@ class PairRenderer:
         return list(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
     def _template(self, messages: list[Message], row: CanonicalRow, **options: Any) -> Any:
+        arguments = {"tools": row.tools, **(row.template_options or {}), **options}
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=row.tools, **options, **(row.template_options or {})
-            )
-        except jinja2.TemplateError as error:
-            raise BadRowError("template refuses the row", str(error)) from None
+            return self.tokenizer.apply_chat_template(messages, **arguments)
+        except TEMPLATE_ERRORS as error:
+            found = str(error) or type(error).__name__
+        raise BadRowError("template refuses the row", found)
 
     def _check_prompt_kept(self, row: CanonicalRow) -> None:
         """The prompt's last message must lie before the boundary, or prompt text would be scored."""
@@ -140,26 +163,47 @@ class PairRenderer:
         if prompt[-1]["content"].strip() not in texts[0][: common_prefix_length(*texts)]:
             raise BadRowError("template rewrites the prompt", "the last prompt message changes once a response follows")
 
-    def _check_tools(self, row: CanonicalRow, source: str) -> None:
-        """A template without tool support leaves calls and schemas out without a word."""
-        _, chosen, rejected = _conversations(row)
-        calls = [call for message in (*chosen, *rejected) for call in message.get("tool_calls", ())]
-        if not calls and not row.tools:
-            return
-        text = "".join(self._template(side, row, tokenize=False) for side in (chosen, rejected))
-        for name in map(_function_name, calls):
-            if name not in text:
-                raise DataError(
-                    f"{source}: the chat template drops tool_calls (function {name!r} is not rendered); "
-                    "use a template with tool support, or leave these rows out."
-                )
-        missing = [name for name in map(_function_name, row.tools or ()) if name not in text]
-        if missing and not self._has_warned_tools:
-            self._has_warned_tools = True
-            logger.warning("%s: the chat template does not render tools (%s)", source, ", ".join(missing))
+    def _check_tools(self, row: CanonicalRow) -> list[str]:
+        """A template without tool support leaves calls, their results and schemas out without a word."""
+        notes = []
+        for side in _conversations(row)[1:]:
+            text = None
+            for what, bare in _without_tools(side):
+                text = text or self._template(side, row, tokenize=False)
+                if self._renders_as(text, bare, row):
+                    raise BadRowError(DROPS_CALLS, f"the chat template drops {what}; use a template with tool support")
+            for name in (function_name(call) for message in side for call in message.get("tool_calls", ())):
+                if text is not None and name not in text:
+                    raise BadRowError(
+                        DROPS_CALLS,
+                        f"the chat template drops tool_calls (function {name!r} is not rendered); use a template with "
+                        "tool support",
+                    )
+        if row.tools:
+            side = _conversations(row)[1]
+            if self._renders_as(self._template(side, row, tokenize=False), side, replace(row, tools=None)):
+                notes.append(NO_TOOLS)
+        return notes
+
+    def _renders_as(self, text: str, messages: list[Message], row: CanonicalRow) -> bool:
+        try:
+            return self._template(messages, row, tokenize=False) == text
+        except BadRowError:
+            return False
 
 
-def _split(chosen: list[int], rejected: list[int], boundary: int) -> RenderedPair:
+def _without_tools(messages: list[Message]) -> list[tuple[str, list[Message]]]:
+    """The conversation without its tool calls, and without what tools said; each only if there is any."""
+    variants = []
+    if any("tool_calls" in message for message in messages):
+        variants.append(("tool_calls", [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]))
+    if any(message["role"] == "tool" and message["content"] for message in messages):
+        silent = [{**m, "content": ""} if m["role"] == "tool" else m for m in messages]
+        variants.append(("what a tool returns", silent))
+    return variants
+
+
+def _split(chosen: list[int], rejected: list[int], boundary: int, notes: Iterable[str]) -> RenderedPair:
     for field, ids in (("chosen", chosen), ("rejected", rejected)):
         if len(ids) == boundary:
             raise BadRowError("no response tokens", f"{field} adds no token to the prompt")
@@ -167,7 +211,7 @@ def _split(chosen: list[int], rejected: list[int], boundary: int) -> RenderedPai
         raise BadRowError("identical responses", "chosen and rejected have the same tokens")
     parts = (chosen[:boundary], chosen[boundary:], rejected[boundary:])
     prompt_ids, chosen_ids, rejected_ids = (np.array(part, dtype=np.int64) for part in parts)
-    return RenderedPair(prompt_ids, chosen_ids, rejected_ids)
+    return RenderedPair(prompt_ids, chosen_ids, rejected_ids, tuple(notes))
 
 
 def _conversations(row: CanonicalRow) -> tuple[list[Message], list[Message], list[Message]]:
@@ -175,8 +219,3 @@ def _conversations(row: CanonicalRow) -> tuple[list[Message], list[Message], lis
     assert isinstance(row.chosen, list)
     assert isinstance(row.rejected, list)
     return row.prompt, row.prompt + row.chosen, row.prompt + row.rejected
-
-
-def _function_name(call: Any) -> str:
-    function = call.get("function", call) if isinstance(call, dict) else {}
-    return str(function.get("name", "")) if isinstance(function, dict) else ""

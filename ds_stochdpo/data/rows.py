@@ -8,28 +8,30 @@ nothing is cached.
 from __future__ import annotations
 
 import functools
-import gzip
-import io
 import itertools
-import json
+import logging
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.data.columns import Row, column_list, renamed_rows
+from ds_stochdpo.data.json_rows import json_rows
+from ds_stochdpo.data.tally import printable
 from ds_stochdpo.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 _ACCEPTED = ", ".join(DATA_SUFFIXES)
+# Data in formats that are not read: a folder that holds some is said to, for its rows would be missed.
+_OTHER_SUFFIXES = (".csv", ".tsv", ".arrow", ".ndjson", ".jsonlines", ".txt", ".zst", ".bz2", ".xz", ".zip", ".tar",
+                   ".csv.gz", ".tar.gz")  # fmt: skip
 # Sidecars that `datasets` writes next to the data.
 _METADATA_NAMES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-_JSON_SPACE = " \t\r\n"
-
-Row = tuple[Any, str]
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,20 @@ class RowSource:
         name: Name as the user gave it, for messages.
         files: Files in reading order; empty for a hub set or a saved `datasets` folder.
         hub_split: Split to take where `name` is read through `datasets`.
+        column_mapping: Their columns to our names.
         streams: Whether a hub set is read while it is downloaded; files always are read as they are needed.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     hub_split: str | None = None
+    column_mapping: Mapping[str, str] | None = None
     streams: bool = False
 
     @property
     def parts(self) -> list[str]:
         """What is read, in order, for the run record."""
-        return [str(path) for path in self.files] or [f"{self.name}[{self.hub_split}]"]
+        return [printable(str(path)) for path in self.files] or [f"{self.name}[{self.hub_split}]"]
 
     @functools.cached_property
     def hub(self) -> Any:
@@ -65,20 +69,22 @@ class RowSource:
     def rows(self, limit: int | None = None) -> Iterator[Row]:
         """Rows in order, each with "file:n".
 
-        For JSON lines n is the physical line; for a JSON array, parquet or a hub set it is the row; both
-        from 1. A row may be any JSON value; nothing is checked here.
+        For JSON n is the physical line where the row begins; for parquet or a hub set it is the row; both from 1.
+        A row may be any JSON value, or a `BrokenRow` for a line that is none; what it holds is not checked here.
 
         Args:
             limit: Stop after this many rows; None: all.
 
         Raises:
             DataError: If a file cannot be read or is not what its name says.
+            ConfigError: If `column_mapping` names a column that is not there.
         """
         if self.files:
             chained: Iterator[Row] = itertools.chain.from_iterable(_file_rows(path) for path in self.files)
         else:
             chained = _hub_rows(self.hub, self.parts[0])
-        return itertools.islice(chained, limit)
+        rows = itertools.islice(chained, limit)
+        return renamed_rows(rows, self.column_mapping) if self.column_mapping else rows
 
 
 def find_source(config: StochDPOConfig, split: str) -> RowSource:
@@ -96,7 +102,8 @@ def find_source(config: StochDPOConfig, split: str) -> RowSource:
         ConfigError: If the setting is empty or asks a file for a split.
         DataError: If nothing is there.
     """
-    return replace(_find(config, split), streams=config.streaming and split == "train")
+    streams = config.streaming and split == "train"
+    return replace(_find(config, split), column_mapping=config.column_mapping, streams=streams)
 
 
 def _find(config: StochDPOConfig, split: str) -> RowSource:
@@ -145,9 +152,18 @@ def _existing(path: Path, key: str) -> Path:
 
 
 def _folder_files(folder: Path, key: str, split: str, held_out: str | None) -> tuple[Path, ...]:
-    direct = [path for path in sorted(folder.iterdir()) if _is_data_file(path, folder)]
-    # A local copy of a hub set keeps its files below data/.
-    files = direct or [path for path in sorted(folder.rglob("*")) if _is_data_file(path, folder)]
+    try:
+        found = sorted(folder.iterdir())
+        files = [path for path in found if _is_data_file(path, folder)]
+        if not files:
+            # A local copy of a hub set keeps its files below data/.
+            found = sorted(folder.rglob("*"))
+            files = [path for path in found if _is_data_file(path, folder)]
+    except OSError as error:
+        raise DataError(f"dataset_name {folder}: cannot be read: {error.strerror}.") from error
+    left_out = [path for path in found if path.name.endswith(_OTHER_SUFFIXES)]
+    if files and left_out:
+        logger.warning("%s: not read, for their format: %s; accepted: %s", folder, _names(left_out), _ACCEPTED)
     if not files:
         raise DataError(f"dataset_name {folder}: no data file in this folder; accepted: {_ACCEPTED}.")
     named = tuple(path for path in files if _has_word(path, folder, split))
@@ -172,78 +188,27 @@ def _has_word(path: Path, folder: Path, word: str) -> bool:
 
 
 def _names(files: list[Path]) -> str:
-    return ", ".join(path.name for path in files)
+    return column_list(path.name for path in files)
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
     if path.name.endswith(".parquet"):
         return _parquet_rows(path)
-    return _json_rows(path)
-
-
-def _json_rows(path: Path) -> Iterator[Row]:
-    """Rows of JSON lines or of one array, whichever the first character says; the suffix decides nothing."""
-    try:
-        with _open(path) as handle:
-            started = False
-            # Binary lines end at \n alone, so Unicode line separators inside strings break nothing.
-            for number, raw in enumerate(handle, start=1):
-                text = _decode(raw, f"{path}:{number}")
-                if number == 1:
-                    text = text.removeprefix("\ufeff")
-                if not text.strip(_JSON_SPACE):
-                    continue
-                if not started and text.lstrip(_JSON_SPACE).startswith("["):
-                    yield from _array_rows(path, text + _decode(handle.read(), str(path)), number)
-                    return
-                started = True
-                yield (
-                    # Without its newline, so that an unfinished value is reported on its own line.
-                    _parse(text.rstrip(_JSON_SPACE), path, number, "one JSON object a line, or one JSON array"),
-                    f"{path}:{number}",
-                )
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from error
-
-
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-
-
-def _decode(raw: bytes, place: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8.") from None
-
-
-def _array_rows(path: Path, text: str, first_line: int) -> Iterator[Row]:
-    for index, row in enumerate(_parse(text, path, first_line, "one JSON array of objects"), start=1):
-        yield row, f"{path}:{index}"
-
-
-def _parse(text: str, path: Path, first_line: int, accepted: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise DataError(
-            f"{path}:{line}: not valid JSON ({error.msg}, column {error.colno}); accepted: {accepted}."
-        ) from None
+    return json_rows(path)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    place, number = printable(str(path)), 0
     try:
-        number = 0
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
             for row in batch.to_pylist():
                 number += 1
-                yield row, f"{path}:{number}"
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as parquet: {error}.") from error
+                yield row, f"{place}:{number}"
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{place}: cannot be read as parquet: {error}.") from error
 
 
 def _load_hub(name: str, split: str, *, streaming: bool) -> Any:
@@ -255,7 +220,7 @@ def _load_hub(name: str, split: str, *, streaming: bool) -> Any:
             loaded = datasets.load_from_disk(str(Path(name).expanduser()))
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         return datasets.load_dataset(name, split=split, **({"streaming": True} if streaming else {}))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"dataset_name {name}, split {split}: cannot be loaded: {error}") from error
 
 

@@ -36,19 +36,27 @@ class PairStream:
     """
 
     def __init__(
-        self, source: RowSource, tokenise: RowTokeniser, *, max_rows: int | None = None, vocab_size: int | None = None
+        self,
+        source: RowSource,
+        tokenise: RowTokeniser,
+        *,
+        data_errors: str = "stop",
+        max_rows: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Set up the stream; nothing is read yet.
 
         Args:
             source: Where the rows come from.
             tokenise: What makes a row a pair.
+            data_errors: `stop` or `skip`, as in the settings.
             max_rows: Rows of one pass at most.
             vocab_size: Rows of the model's embedding; None: token ids are not checked.
         """
         self.source, self.max_length = source, tokenise.limits.max_length
         self._tokenise, self._max_rows, self._vocab_size = tokenise, max_rows, vocab_size
-        self._account = Account(finds_duplicates=False)
+        self._data_errors = data_errors
+        self._account = self._new_account()
         self._digest = hashlib.sha256()
 
     @property
@@ -81,7 +89,7 @@ class PairStream:
             DataError: At a row that ends the run, a token the model does not know, or at the end of a pass without a
                 pair.
         """
-        account = self._account if epoch == 0 else Account(finds_duplicates=False)
+        account = self._account if epoch == 0 else self._new_account()
         for row, place in self.source.rows(self._max_rows):
             known = set(account.tally.counts)
             pair = account.take(self._tokenise(row, place))
@@ -94,6 +102,9 @@ class PairStream:
                 add_to_fingerprint(self._digest, pair)
             yield pair
         account.check_used(self.source)
+
+    def _new_account(self) -> Account:
+        return Account(self._data_errors, finds_duplicates=False)
 
     def log_account(self) -> None:
         """Log the counts of the first pass; the first row of each was logged when it came."""
@@ -131,7 +142,13 @@ def open_stream(
     """
     limits = resolve_limits(config, context_length, tokenizer.bos_token_id)
     tokenise = RowTokeniser(tokenizer, limits)
-    return PairStream(find_source(config, "train"), tokenise, max_rows=config.max_samples, vocab_size=vocab_size)
+    return PairStream(
+        find_source(config, "train"),
+        tokenise,
+        data_errors=config.data_errors,
+        max_rows=config.max_samples,
+        vocab_size=vocab_size,
+    )
 
 
 class StreamWindows:

@@ -22,11 +22,11 @@ Batches = Generator[pa.RecordBatch, None, None]
 
 _IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 _LISTS = ("full_lengths", "cuts", "notes", "ignored")
-_PLAIN = ("source", "verdict", "reason", "detail", "content")
+_PLAIN = ("source", "reason", "detail", "content")
 SCHEMA = pa.schema(
     [(name, pa.list_(pa.int64())) for name in (*_IDS, "full_lengths")]
     + [(name, pa.list_(pa.string())) for name in ("cuts", "notes", "ignored")]
-    + [(name, pa.string()) for name in ("source", "verdict", "reason", "detail")]
+    + [(name, pa.string()) for name in ("source", "reason", "detail")]
     + [("content", pa.binary())]
 )
 

@@ -11,6 +11,7 @@ Floor: data. Entry: `truncate`. Three rules, in this order:
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data.render import RenderedPair
 from ds_stochdpo.data.tally import BadRowError
 from ds_stochdpo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def resolve_limits(config: StochDPOConfig, context_length: int | None, bos_id: i
             f"max_length is {asked}, but the model has {context_length} positions; lower it to at most that."
         )
     max_length = context_length if asked is None else asked
+    if asked is None:
+        logger.info("max_length is not set; it is %s", context_length or "without limit: the model tells none")
     if prompt_limit is not None and max_length is not None and prompt_limit >= max_length:
         raise ConfigError(f"max_prompt_length is {prompt_limit}; it must be below max_length ({max_length}): lower it.")
     return LengthLimits(max_length, prompt_limit, config.truncation_mode, bos_id)

@@ -23,8 +23,8 @@ from multiprocessing.connection import wait
 import pyarrow as pa
 from tqdm import tqdm
 
+from ds_stochdpo.data.columns import Row
 from ds_stochdpo.data.outcome import RowTokeniser
-from ds_stochdpo.data.rows import Row
 from ds_stochdpo.data.table import Batches, to_batch
 from ds_stochdpo.errors import DataError
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_stochdpo.engine.compiled_ops import skip_cpu_comm_build
 from ds_stochdpo.errors import StochDPOError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -42,15 +43,6 @@ def _single_process_defaults() -> None:
         os.environ.setdefault(key, value)
 
 
-def _skip_cpu_comm_build() -> None:
-    """On CPU, DeepSpeed 0.19.8 compiles `deepspeed_shm_comm` at start: 40 s or more, and a killed build leaves a lock.
-
-    The op serves only `inference_all_reduce`. Can go when `init_distributed` no longer builds it.
-    """
-    if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     """Join the job's process group, or make one of a single process. Collective; does nothing if it exists.
 
@@ -58,7 +50,7 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
         timeout: Longest wait in one collective before the job ends with an error.
     """
     _single_process_defaults()
-    _skip_cpu_comm_build()
+    skip_cpu_comm_build()
     if not dist.is_initialized():
         # A gloo process whose group still stands aborts at random on exit.
         atexit.register(_end_process_group)

@@ -226,7 +226,7 @@ class StochDPOEngine:
         """Write the policy, and the tokenizer if given, in Hugging Face form, and read it back (`export_model`)."""
         # A forward without backward leaves prefetched gathers under way, which DeepSpeed 0.19.8 refuses to partition.
         self.deepspeed.empty_partition_cache()
-        export_model(self.module.lm, Path(output_dir), self.ranks, tokenizer)
+        export_model(self.module.lm, Path(output_dir), self.ranks, tokenizer, max_shard_size=self.config.max_shard_size)
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Write a complete checkpoint as `folder`, or nothing (`checkpoint.save_checkpoint`)."""

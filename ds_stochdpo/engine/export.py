@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ds_stochdpo.engine.distributed import Ranks
 from ds_stochdpo.errors import ExportError
 
-MAX_SHARD_SIZE = "5GB"
 INDEX_NAME = "model.safetensors.index.json"
 PARTIAL_NAME = ".export-partial"
 
@@ -32,7 +31,7 @@ def export_model(
     ranks: Ranks,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
+    max_shard_size: int | str = "5GB",
 ) -> None:
     """Write config, weights and tokenizer so that plain transformers loads them. Collective.
 
@@ -64,6 +63,8 @@ def export_model(
         shard = _gather({name: tensors[name] for name in names}, ranks)
         if ranks.is_main and not problem:
             problem = _write_shard(shard, partial / filename)
+        # The next shard is gathered without this one in memory.
+        del shard
     if ranks.is_main:
         problem = problem or _find_problem(tensors, plan.tensor_to_filename, partial)
         if problem:

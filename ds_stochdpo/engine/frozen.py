@@ -9,6 +9,7 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from ds_stochdpo.engine.compiled_ops import guarded_builds
 from ds_stochdpo.engine.settings import zero_stage
 from ds_stochdpo.model import TwoLaneModel
 from ds_stochdpo.packing import LaneLayout
@@ -59,7 +60,8 @@ class FrozenReference:
         module.requires_grad_(False)
         deepspeed.utils.set_z3_leaf_modules(module, [module.layer_class])
         self.module = module
-        self.deepspeed, *_ = deepspeed.initialize(model=module, config=ds)
+        with guarded_builds():
+            self.deepspeed, *_ = deepspeed.initialize(model=module, config=ds)
         self.deepspeed.eval()
 
     @torch.no_grad()

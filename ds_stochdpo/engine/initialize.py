@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.engine.compiled_ops import guarded_builds
 from ds_stochdpo.engine.distributed import Ranks, start_process_group
 from ds_stochdpo.engine.engine import StochDPOEngine
 from ds_stochdpo.engine.frozen import FrozenReference, frozen_settings
@@ -68,6 +69,11 @@ def initialize(
     )
     if ranks.is_main:
         logger.info("attention backend: %s", backend_name)
+        if config.bf16 and ds["bf16"].get("bf16_master_weights_and_grads"):
+            logger.warning(
+                "bf16.bf16_master_weights_and_grads is true in the DeepSpeed JSON: there are no fp32 master weights, "
+                "and an update of less than about 1/500 of a weight is lost."
+            )
     scoring = ScoringOptions(config.score_chunk_rows, config.score_recompute)
     two_lane = TwoLaneModel(model, backend, scoring, gradient_checkpointing=config.gradient_checkpointing)
     ds = fill_model_sizes(ds, model.config.hidden_size)
@@ -92,9 +98,10 @@ def _wrap(model: TwoLaneModel, config: StochDPOConfig, ds: dict[str, Any], lr_sc
     if zero_stage(ds) == 3:
         # One all-gather then serves both lanes of a layer, and nothing inside it can be called out of step.
         ds_library.utils.set_z3_leaf_modules(model, [model.layer_class])
-    engine, _, _, _ = ds_library.initialize(
-        model=model, config=ds, model_parameters=_decay_groups(model, config), lr_scheduler=lr_scheduler
-    )
+    with guarded_builds():
+        engine, _, _, _ = ds_library.initialize(
+            model=model, config=ds, model_parameters=_decay_groups(model, config), lr_scheduler=lr_scheduler
+        )
     engine.train()
     return engine
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,14 @@ _SHARED: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("max_grad_norm", ("gradient_clipping",), 1.0),
     ("bf16", ("bf16", "enabled"), False),
 )
-"""(our field, path in the JSON, value where neither says)."""
+"""(our field, path in the JSON, value where neither says); first the two that make a batch."""
 
+_MODEL_SIZES: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden_size: hidden_size * hidden_size,
+    "stage3_prefetch_bucket_size": lambda hidden_size: int(0.9 * hidden_size * hidden_size),
+    "stage3_param_persistence_threshold": lambda hidden_size: 10 * hidden_size,
+}
+"""Keys of zero_optimization that may be "auto" until the model's width is known."""
 
 _SECTIONS = (
     "zero_optimization",
@@ -77,8 +83,8 @@ def resolve_settings(
                 "remove the section and name the tracker in report_to."
             )
     values = {key: _agree(key, getattr(config, key), path, ds, default) for key, path, default in _SHARED}
-    config = dataclasses.replace(config, **values)
-    _check_train_batch(config, ds, world_size)
+    given, config = config, dataclasses.replace(config, **values)
+    _check_train_batch(config, given, ds, world_size)
     stage = zero_stage(ds)
     _check_precision(config, ds, stage)
     ds["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
@@ -95,6 +101,9 @@ def resolve_settings(
         # Without managed accumulation DeepSpeed 0.19.8 refuses overlapped reduction at stage 1.
         ds["zero_optimization"]["overlap_comm"] = False
     _fill_optimizer(config, ds)
+    for key in _auto_keys(ds):
+        if key not in (f"zero_optimization.{size}" for size in _MODEL_SIZES):
+            raise ConfigError(f'the DeepSpeed JSON has "auto" at {key}, which nothing here decides; write a value.')
     return config, ds
 
 
@@ -112,22 +121,12 @@ def fill_model_sizes(ds: dict[str, Any], hidden_size: int) -> dict[str, Any]:
 
     Returns:
         A copy without any "auto".
-
-    Raises:
-        ConfigError: If an "auto" is left, naming its key.
     """
     ds = copy.deepcopy(ds)
     zero = ds.get("zero_optimization", {})
-    sizes = {
-        "reduce_bucket_size": hidden_size * hidden_size,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
-    for key, size in sizes.items():
+    for key, size in _MODEL_SIZES.items():
         if zero.get(key) == "auto":
-            zero[key] = size
-    for key in _auto_keys(ds):
-        raise ConfigError(f'the DeepSpeed JSON has "auto" at {key}, which nothing here decides; write a value.')
+            zero[key] = size(hidden_size)
     return ds
 
 
@@ -152,6 +151,8 @@ def _check_shape(ds: dict[str, Any]) -> None:
     for key in _SECTIONS:
         if key in ds and not isinstance(ds[key], dict):
             raise ConfigError(f"{key} in the DeepSpeed JSON is {ds[key]!r}; it must be an object.")
+    if "bfloat16" in ds:
+        raise ConfigError("the DeepSpeed JSON has a section bfloat16, an old name; call it bf16.")
     for key in ds:
         known = difflib.get_close_matches(key, (*_SECTIONS, *_NUMBERS), n=1, cutoff=0.8)
         if known and known[0] != key and known[0] not in ds:
@@ -165,11 +166,23 @@ def _check_shape(ds: dict[str, Any]) -> None:
         raise ConfigError("optimizer.params in the DeepSpeed JSON must be an object.")
 
 
-def _agree(key: str, ours: Any, path: tuple[str, ...], ds: dict[str, Any], default: Any) -> Any:
-    theirs: Any = ds
+def _theirs(ds: dict[str, Any], path: tuple[str, ...], default: Any) -> Any:
+    """The JSON's value at a path, None where it says nothing or "auto"; refused if it is no number (or no switch)."""
+    value: Any = ds
     for part in path:
-        theirs = theirs.get(part) if isinstance(theirs, dict) else None
-    if theirs is None or theirs == "auto":
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None or value == "auto":
+        return None
+    kinds = bool if isinstance(default, bool) else int if isinstance(default, int) else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
+        wanted = "true or false" if kinds is bool else "a whole number" if kinds is int else "a number"
+        raise ConfigError(f'{".".join(path)} in the DeepSpeed JSON is {value!r}; it must be {wanted}, or "auto".')
+    return value
+
+
+def _agree(key: str, ours: Any, path: tuple[str, ...], ds: dict[str, Any], default: Any) -> Any:
+    theirs = _theirs(ds, path, default)
+    if theirs is None:
         return default if ours is None else ours
     if ours is not None and ours != theirs:
         raise ConfigError(
@@ -179,16 +192,21 @@ def _agree(key: str, ours: Any, path: tuple[str, ...], ds: dict[str, Any], defau
     return theirs
 
 
-def _check_train_batch(config: StochDPOConfig, ds: dict[str, Any], world_size: int) -> None:
-    theirs = ds.get("train_batch_size", "auto")
-    micro, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    assert micro is not None
-    assert steps is not None
-    if theirs not in ("auto", micro * steps * world_size):
+def _check_train_batch(config: StochDPOConfig, given: StochDPOConfig, ds: dict[str, Any], world_size: int) -> None:
+    theirs = _theirs(ds, ("train_batch_size",), 0)
+    product, factors = world_size, []
+    for key, path, default in _SHARED[:2]:
+        value = getattr(config, key)
+        product *= value
+        if getattr(given, key) is not None:
+            source = "the setting"
+        else:
+            source = "the default" if _theirs(ds, path, default) is None else f"{path[0]} in the JSON"
+        factors.append(f"{key} {value} ({source})")
+    if theirs not in (None, product):
         raise ConfigError(
-            f"train_batch_size in the DeepSpeed JSON is {theirs}, but per_device_train_batch_size {micro} x "
-            f"gradient_accumulation_steps {steps} x {world_size} ranks = {micro * steps * world_size}; "
-            'change one of them, or write "auto".'
+            f"train_batch_size in the DeepSpeed JSON is {theirs}, but {' x '.join(factors)} x {world_size} "
+            f'rank{"s" * (world_size > 1)} = {product}; change one of them, or write "auto".'
         )
 
 

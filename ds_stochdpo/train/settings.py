@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     for action in parser._actions:
+        if action.dest == "column_mapping":
+            action.type = _read_mapping
         if action.dest == "bf16":
             # True, false or unset, for which the parser makes no bare flag; the other switches have one.
             action.nargs, action.const = "?", True
@@ -115,9 +118,25 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     for key, value in values.items():
         if key not in known:
             raise ConfigError(f"{path}: {key} is no setting{_nearest(str(key))}")
-        if isinstance(value, (dict, list)):
+        if isinstance(value, list) or (isinstance(value, dict) and key != "column_mapping"):
             raise ConfigError(f"{path}: {key} holds a {type(value).__name__}; write one plain value.")
     return {key: None if value in _YAML_NULL else value for key, value in values.items()}
+
+
+def _read_mapping(text: str) -> dict[str, str]:
+    """A mapping written as THEIRS=OURS,THEIRS=OURS, or as a JSON object where names hold a comma."""
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(json.loads(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no JSON object ({error})") from None
+    parts = [part.rpartition("=") for part in text.split(",")]
+    mapping = {theirs.strip(): ours.strip() for theirs, _, ours in parts}
+    if "" in mapping or len(mapping) < len(parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mapping; write each column once, as in question=prompt,good=chosen,bad=rejected"
+        )
+    return mapping
 
 
 def _nearest(name: str) -> str:

@@ -53,6 +53,10 @@ class TrlPeer:
             "HF_DATASETS_CACHE": f"{self._folder.name}/datasets",
             "OMP_NUM_THREADS": str(facts["threads"]),
             "TOKENIZERS_PARALLELISM": "false",
+            "TQDM_DISABLE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "PYTHONWARNINGS": "ignore",
         }
         self._process = subprocess.Popen(
             [python, __file__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -251,7 +252,7 @@ class PaddedBatch:
     def __init__(self, pairs: Sequence[PreferencePair], device: torch.device) -> None:
         responses = [p.chosen_ids for p in pairs] + [p.rejected_ids for p in pairs]
         prompts = [p.prompt_ids for p in pairs] * 2
-        rows = [torch.cat([torch.from_numpy(a), torch.from_numpy(b)]) for a, b in zip(prompts, responses, strict=True)]
+        rows = [torch.from_numpy(np.concatenate(parts)) for parts in zip(prompts, responses, strict=True)]
         self.ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         lengths = torch.tensor([len(r) for r in rows], device=device)[:, None]
         starts = torch.tensor([len(p) for p in prompts], device=device)[:, None]

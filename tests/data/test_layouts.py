@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from ds_stochdpo.data.layouts import ASSISTANT_TAG, HUMAN_TAG, split_transcripts
 from ds_stochdpo.errors import DataError
 from tests.data.texts import assistant, chatml, decoded, gpt, human, ids_of, system, user
 
@@ -46,6 +49,10 @@ SAME = {
     "sharegpt, null system and tools": {
         "conversations": [human("Capital?")], "chosen": gpt("Seoul"), "rejected": gpt("Madrid"),
         "system": "", "tools": None,
+    },
+    "columns of other layouts without a value": {
+        "prompt": None, "conversations": [human("Capital?")], "chosen": gpt("Seoul"), "rejected": gpt("Madrid"),
+        "instruction": None, "chosen_messages": None,
     },
 }  # fmt: skip
 
@@ -93,20 +100,6 @@ def test_transcripts_are_cut_after_the_last_shared_tag(load, tokenizer):
     assert implicit.fingerprint == explicit.fingerprint
 
 
-def test_a_response_of_several_messages_is_rendered_whole(load):
-    from tests.tiny import tiny_tokenizer
-
-    tok = tiny_tokenizer(template=TOOL_CHAT)
-    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    result = {"role": "tool", "content": "rain"}
-    loaded = load([pair([user("weather?")], [call, result, assistant("It rains.")], [assistant("Sunny.")])], tok)
-    assert decoded(tok, loaded.pairs[0]) == (
-        chatml(user("weather?"), header=True),
-        "<call>wx</call><|im_end|>\n" + chatml(result, assistant("It rains.")),
-        "Sunny.<|im_end|>\n",
-    )
-
-
 @pytest.mark.parametrize("as_text", [True, False])
 def test_sharegpt_tools_and_calls_reach_the_template(load, as_text):
     from tests.tiny import tiny_tokenizer
@@ -130,6 +123,71 @@ def test_sharegpt_tools_and_calls_reach_the_template(load, as_text):
     assert (chosen, rejected) == ("It rains.<|im_end|>\n", "Sunny.<|im_end|>\n")
 
 
+# Turns that both sides share belong to the prompt, however they are given.
+LATER = [user("Sure?"), assistant("Yes.")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": CAPITAL + SEOUL + LATER, "rejected": CAPITAL + SEOUL + [LATER[0], assistant("No.")]},
+        pair(CAPITAL, SEOUL + LATER, [*SEOUL, LATER[0], assistant("No.")]),
+        pair("Capital?", SEOUL + LATER, [*SEOUL, LATER[0], assistant("No.")]),
+        pair(CAPITAL + SEOUL, LATER, [LATER[0], assistant("No.")]),
+        # Weights and dates of a message are no part of what it says.
+        pair(CAPITAL, [{**SEOUL[0], "weight": 0}, *LATER], [{**SEOUL[0], "weight": 1}, LATER[0], assistant("No.")]),
+    ],
+)
+def test_only_what_differs_is_scored(load, tokenizer, row):
+    prompt, chosen, rejected = decoded(tokenizer, load([row]).pairs[0])
+    assert prompt == chatml(*CAPITAL, *SEOUL, LATER[0], header=True)
+    assert (chosen, rejected) == ("Yes.<|im_end|>\n", "No.<|im_end|>\n")
+
+
+ALPACA = {"instruction": "Name one.", "input": "A colour.", "chosen": "Blue.", "rejected": "Egg."}
+
+
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        (ALPACA, [user("Name one.\n\nA colour.")]),
+        ({**ALPACA, "input": ""}, [user("Name one.")]),
+        ({**ALPACA, "input": None, "system": None, "history": None}, [user("Name one.")]),
+        (
+            {**ALPACA, "input": "", "system": "Be brief.", "history": [["Hi", "Hello."]]},
+            [system("Be brief."), user("Hi"), assistant("Hello."), user("Name one.")],
+        ),
+    ],
+)
+def test_alpaca_rows_become_a_conversation(load, tokenizer, row, turns):
+    loaded = load([row])
+    expected = (chatml(*turns, header=True), "Blue.<|im_end|>\n", "Egg.<|im_end|>\n")
+    assert decoded(tokenizer, loaded.pairs[0]) == expected
+    assert loaded.counts == {"read": 1, "used": 1}
+
+
+def test_conversations_in_columns_of_their_own_and_parts(load, tokenizer):
+    def parts(message):
+        return {**message, "content": [{"type": "text", "value": message["content"]}], "loss_weight": 0.0}
+
+    row = {
+        "chosen_messages": [parts(m) for m in DIALOGUE + SEOUL],
+        "rejected_messages": [parts(m) for m in DIALOGUE + MADRID],
+    }
+    expected = (chatml(*DIALOGUE, header=True), "Seoul<|im_end|>\n", "Madrid<|im_end|>\n")
+    assert decoded(tokenizer, load([row]).pairs[0]) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(history=st.text(max_size=20), chosen=st.text(max_size=20), rejected=st.text(max_size=20))
+def test_no_letter_of_a_transcript_is_lost(history, chosen, rejected):
+    texts = [f"\n\nHuman: {history}{ASSISTANT_TAG}{answer}" for answer in (chosen, rejected)]
+    assume(not any(HUMAN_TAG in answer for answer in (chosen, rejected)))
+    prompt, *sides = split_transcripts(*texts)
+    assert [prompt + side for side in sides] == texts
+    assert prompt.endswith(ASSISTANT_TAG)
+
+
 DROPPED = {
     "no tags": ({"chosen": "yes", "rejected": "no"}, "no assistant turn"),
     "one answer begins the other": (
@@ -140,6 +198,13 @@ DROPPED = {
     ),
     "conversation goes on": (
         {"chosen": CAPITAL + SEOUL, "rejected": CAPITAL + MADRID + [user("why?")] + SEOUL}, "histories differ"
+    ),
+    "conversation goes on after the prompt": (
+        pair(CAPITAL, SEOUL, [*MADRID, user("why?"), *SEOUL]), "histories differ"
+    ),
+    "a tool speaks after the prompt": (
+        pair([user("weather?")], [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "rain"},
+             assistant("It rains.")], [assistant("Sunny.")]), "histories differ"
     ),
     "first turns differ": (
         {"chosen": CAPITAL + SEOUL, "rejected": [user("Town?"), *SEOUL]}, "histories differ"
@@ -164,21 +229,34 @@ DROPPED = {
     "number": (pair("2+2?", 4, 5), "not text"),
     "boolean": (pair("2+2?", "4", False), "not text"),
     "object": (pair("x", {"a": 1}, "no"), "not text"),
+    "object as prompt": (pair({"answer": "x"}, "yes", "no"), "not text"),
     "list of strings": (pair("x", ["yes"], ["no"]), "not text"),
     "null content": (pair([user(None)], SEOUL, MADRID), "not text"),
+    "object as content": (pair([user({"answer": "x"})], SEOUL, MADRID), "not text"),
     "image part": (pair([user([{"type": "image"}])], SEOUL, MADRID), "not text"),
     "half a surrogate pair": (pair("x", "\ud83d", "no"), "not text"),
+    "history of single turns": ({**ALPACA, "history": ["Hi", "Hello."]}, "not text"),
     "unknown sharegpt role": (
         {"conversations": [{"from": "bing", "value": "x"}], "chosen": gpt("a"), "rejected": gpt("b")},
         "unknown role",
     ),
-    "call without a name": (
+    "call that is no JSON": (
         {"conversations": [{"from": "function_call", "value": "x"}], "chosen": gpt("a"),
          "rejected": gpt("b")},
         "not a function call",
     ),
-    "column missing in one row": ({"prompt": "x", "chosen": "yes"}, "missing column"),
-    "not an object": (["x", "yes", "no"], "not an object"),
+    "call without a name": (
+        pair([user("x"), {"role": "assistant", "tool_calls": [{"id": "t1"}]}], SEOUL, MADRID), "not a function call"
+    ),
+    "calls that are no list": (
+        pair([user("x"), {"role": "assistant", "content": "y", "tool_calls": 3}], SEOUL, MADRID),
+        "not a function call",
+    ),
+    "tools that are no list": (pair(CAPITAL, SEOUL, MADRID) | {"tools": 7}, "tools are not JSON"),
+    "template arguments that are ours": (
+        pair(CAPITAL, SEOUL, MADRID) | {"chat_template_kwargs": {"tokenize": False}}, "bad template arguments"
+    ),
+    "column missing in one row": ({"prompt": "x", "chosen": "yes"}, "no known layout"),
 }  # fmt: skip
 
 
@@ -193,27 +271,41 @@ def test_a_bad_row_is_dropped_counted_and_named(load, name):
     assert ids_of(loaded) == ids_of(load(good))
 
 
+UNPAIRED, RATED = r"rows.jsonl:1: this is unpaired data \(KTO layout\)", "rows.jsonl:1: this is a rated pair: "
 REFUSED = {
     "another tool's columns": (
         {"query": "Name a fruit.", "response": "Pear.", "rejected_response": "Brick."},
-        r"rows.jsonl:1: .*query, response, rejected_response\. Accepted: prompt, chosen, rejected",
+        r"rows.jsonl:1: no known layout .*: query, response, rejected_response\. Accepted: prompt, chosen, rejected"
+        r".*column_mapping",
     ),
-    "unpaired messages": ({"messages": CAPITAL + SEOUL, "label": True}, r"unpaired data \(KTO"),
-    "unpaired completions": ({"prompt": "x", "completion": "y", "label": False}, r"unpaired data \(KTO"),
+    "unpaired messages": ({"messages": CAPITAL + SEOUL, "label": True}, UNPAIRED),
+    "unpaired completions": ({"prompt": "x", "completion": "y", "label": False}, UNPAIRED),
+    "unpaired alpaca": ({"instruction": "x", "input": "", "output": "y", "kto_tag": True}, UNPAIRED),
+    "votes": (
+        {"instruction": "x", "input": "", "response1": "a", "response2": "b", "annotator1": 2, "annotator2": 2},
+        RATED + "response1 and response2",
+    ),
+    "a label": ({"input": "x", "output_1": "a", "output_2": "b", "label": 1}, RATED + "output_1 .*label"),
+    "answers of models": (
+        {"prompt": "x", "completions": [{"model": "m", "completion": "a"}]}, "completions is a list of responses"
+    ),
+    "supervised": ({"messages": CAPITAL + SEOUL}, r"no known layout .*\(supervised data, .* in messages\?\)"),
+    "one column missing": ({"prompt": "x", "chosen": "y"}, "no known layout .*: prompt, chosen. Accepted"),
+    "no columns": ({}, "columns found: none"),
     "user at the end": (
         pair(CAPITAL, SEOUL, [user("go away")]),
-        r"rejected must end with an assistant .*user",
+        r"rows.jsonl:1: rejected must end with an assistant .*user",
     ),
-    "two kinds": (pair(CAPITAL, SEOUL, "Madrid"), "chosen is messages but rejected is a string"),
-}
+    "two kinds": (pair(CAPITAL, SEOUL, "Madrid"), "rows.jsonl:1: chosen is messages but rejected is a string"),
+    "not an object": (7, "rows.jsonl:1: the row is a number; it must be an object"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_of_the_wrong_kind_is_refused_at_its_line(load, name):
     row, message = REFUSED[name]
-    with pytest.raises(DataError, match=message) as caught:
-        load([row])
-    assert "rows.jsonl:1" in str(caught.value)
+    with pytest.raises(DataError, match=message):
+        load([row, pair(CAPITAL, SEOUL, MADRID)])
 
 
 def test_rows_of_two_kinds_may_share_a_file(load, tokenizer):

@@ -125,21 +125,40 @@ def test_messages_without_a_template_are_refused(load):
         load([MESSAGES], tiny_tokenizer(template=None))
 
 
-def test_a_template_that_hides_tool_calls_is_refused(load):
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "wx", "arguments": "{}"}}],
-    }
-    prompt = [user("weather?"), call, {"role": "tool", "content": "rain"}]
-    with pytest.raises(DataError, match=r"rows.jsonl:1: .*drops tool_calls .*'wx'"):
-        load([{**MESSAGES, "prompt": prompt}])
+CALL = {"id": "t1", "type": "function", "function": {"name": "wx", "arguments": "{}"}}
+CALLING = [
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "assistant", "content": "wx it is", "tool_calls": [CALL]},
+    {"role": "assistant", "content": None, "function_call": CALL["function"]},
+]
+CALLS_ONLY = CHAT.replace(
+    "{{ m['content'] }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}{{ m.tool_calls or '' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "lost"),
+    [(CHAT, turn, "tool_calls") for turn in CALLING]
+    + [(CALLS_ONLY, CALLING[0], "what a tool returns"), (CHAT.replace("<|im_end|>\n", "{{ m.tool_calls|length }}"),
+       CALLING[0], "'wx' is not rendered")],
+)  # fmt: skip
+def test_a_template_that_hides_a_tool_call_or_its_result_is_refused(load, template, turn, lost):
+    row = {**MESSAGES, "prompt": [user("weather? wx?"), turn, {"role": "tool", "content": "rain"}]}
+    if "is not rendered" in lost:
+        row["prompt"][0] = user("weather?")
+    tok = tiny_tokenizer(template=template)
+    with pytest.raises(DataError, match=rf"rows.jsonl:2: the chat template drops .*{lost}"):
+        load([MESSAGES, row], tok)
+    assert load([MESSAGES, row], tok, data_errors="skip").counts == {
+        "read": 2, "used": 1, "dropped/template drops tool calls": 1
+    }  # fmt: skip
 
 
 def test_a_template_that_hides_tools_is_noticed_once(load, caplog):
     row = {**MESSAGES, "tools": [{"type": "function", "function": {"name": "wx"}}]}
-    assert load([row, {**row, "chosen": [assistant("Busan")]}]).counts["used"] == 2
-    assert sum("does not render tools (wx)" in record.getMessage() for record in caplog.records) == 1
+    loaded = load([row, {**row, "chosen": [assistant("Busan")]}])
+    assert loaded.counts == {"read": 2, "used": 2, "noted/tools that the template does not render": 2}
+    assert sum("2 tools that the template does not" in record.getMessage() for record in caplog.records) == 1
 
 
 SHARED_TOKENIZER = tiny_tokenizer()
@@ -153,6 +172,6 @@ def test_ids_decode_to_the_texts(prompt, chosen, rejected):
         return
     renderer = PairRenderer(SHARED_TOKENIZER)
     messages = ([user(prompt)], [assistant(chosen)], [assistant(rejected)])
-    pair = renderer.render(CanonicalRow(*messages, frozenset()), "")
+    pair = renderer.render(CanonicalRow(*messages, frozenset()))
     whole = [decoded(SHARED_TOKENIZER, pair)[0] + text for text in decoded(SHARED_TOKENIZER, pair)[1:]]
     assert whole == [chatml(user(prompt), assistant(answer)) for answer in (chosen, rejected)]

@@ -70,7 +70,10 @@ def test_numbers_of_the_json_stand_where_ours_are_unset():
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["max_grad_norm", "gradient_clipping", "0.5"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {"learning_rate": 1e-5}, ["learning_rate", "lr"]),
         ({"train_batch_size": 63, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}, {},
-         ["63", "per_device_train_batch_size 4", "gradient_accumulation_steps 8", "2 ranks", "= 64"]),
+         ["63", "per_device_train_batch_size 4 (train_micro_batch_size_per_gpu in the JSON)",
+          "gradient_accumulation_steps 8 (gradient_accumulation_steps in the JSON)", "2 ranks", "= 64"]),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": "auto"}, {"per_device_train_batch_size": 4},
+         ["64", "per_device_train_batch_size 4 (the setting)", "gradient_accumulation_steps 1 (the default)", "= 8"]),
         ({"scheduler": {"type": "WarmupLR"}}, {}, ["scheduler", "lr_scheduler_type"]),
         ({"fp16": {"enabled": True}}, {}, ["fp16.enabled", "bf16"]),
         ({"tensorboard": {"enabled": True}}, {}, ["tensorboard.enabled", "surrogate", "report_to"]),
@@ -86,9 +89,9 @@ def test_contradictions_name_both_sides(ds, settings, words):
 
 
 def test_an_auto_nobody_decides_is_named():
-    _, ds = resolve({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}})
+    """Before any model is looked at."""
     with pytest.raises(ConfigError, match=r"zero_optimization\.offload_param\.device"):
-        fill_model_sizes(ds, 64)
+        resolve({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}})
 
 
 def test_a_json_that_cannot_be_read_is_named(tmp_path):
@@ -119,6 +122,14 @@ def test_settings_can_be_resolved_again():
         ({"bf16": True}, "bf16 .* must be an object"),
         ({"optimizer": None}, "optimizer .* must be an object"),
         ({"optimizer": {"type": "SGD", "params": None}}, "optimizer.params"),
+        ({"train_batch_size": "64"}, r"^train_batch_size .* is '64'; it must be a whole number, or \"auto\""),
+        ({"train_micro_batch_size_per_gpu": 2.0}, r"^train_micro_batch_size_per_gpu .* is 2\.0; .* a whole number"),
+        ({"gradient_clipping": "1.0"}, r"^gradient_clipping .* is '1\.0'; it must be a number"),
+        ({"gradient_clipping": True}, r"^gradient_clipping .* is True; it must be a number"),
+        ({"optimizer": {"params": {"lr": "1e-5"}}}, r"^optimizer\.params\.lr .* is '1e-5'; it must be a number"),
+        ({"bf16": {"enabled": "true"}}, r"^bf16\.enabled .* is 'true'; it must be true or false"),
+        ({"bf16": {"enabled": 1}}, r"^bf16\.enabled .* is 1; it must be true or false"),
+        ({"bfloat16": {"enabled": True}}, "section bfloat16, an old name; call it bf16"),
     ],
 )
 def test_a_json_deepspeed_would_trip_over_is_refused(ds, match):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_stochdpo import StochDPOConfig, load_pairs
 from tests.oracle import branch_logps, padded_dpo_loss, relative_error
-from tests.tiny import tiny_llama, tiny_tokenizer, write_pairs
+from tests.tiny import pair_rows, tiny_llama, tiny_tokenizer, write_pairs, write_rows
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "launch" / "train.py")
@@ -63,7 +63,7 @@ def job(tmp_path_factory):
     tokenizer = tiny_tokenizer()
     tiny_llama(len(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    write_pairs(folder / "pairs.jsonl", 10)
+    write_rows(folder / "pairs.jsonl", [{**row, "id": i} for i, row in enumerate(pair_rows(10))])
     zero3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "gradient_clipping": "auto"}
     (folder / "zero3.json").write_text(json.dumps(zero3))
     return folder
@@ -182,6 +182,8 @@ def test_two_ranks_give_the_result_of_one(job, outcomes):
     settings = {**SETTINGS, "per_device_train_batch_size": 2}
     done = launch(commands(ranks=2)["deepspeed"], job, output_dir="two", **settings)
     assert done.returncode == 0, done.stderr[-3000:]
+    # Of the two sets; both ranks read both.
+    assert done.stderr.count("columns not used: id") == 2
     for one, two in zip(metrics_of(job, "python"), metrics_of(job, "two"), strict=True):
         assert two == pytest.approx(one, rel=2e-5, abs=2e-6)
     one, two = (load_file(job / name / "model.safetensors") for name in ("python", "two"))

@@ -42,6 +42,17 @@ def test_switches_have_a_bare_form():
     assert parse_settings(["--bf16", "--log_draws"]) == StochDPOConfig(bf16=True, log_draws=True)
 
 
+def test_a_column_mapping_is_written_as_text_json_or_yaml(tmp_path):
+    want = {"question": "prompt", "a=b": "chosen"}
+    yaml = yaml_file(tmp_path, "column_mapping:\n  question: prompt\n  a=b: chosen\n")
+    for arguments in (
+        ["--column_mapping", "question = prompt, a=b = chosen"],
+        ["--column_mapping", '{"question": "prompt", "a=b": "chosen"}'],
+        yaml,
+    ):
+        assert parse_settings(arguments).column_mapping == want
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -52,6 +63,10 @@ def test_switches_have_a_bare_form():
         (["--position_keep", "50%"], "position_keep"),
         (["--config", "missing.yaml"], "missing.yaml.*cannot be read"),
         (["--learning", "1"], "learning is no setting"),
+        (["--column_mapping", "question"], "'question' is no mapping; write"),
+        (["--column_mapping", "a=prompt,a=chosen"], "is no mapping; write each column once"),
+        (["--column_mapping", '{"a":'], "is no JSON object"),
+        (["--column_mapping", "prompt=question"], "none of our columns"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, match):
@@ -64,6 +79,8 @@ def test_mistakes_on_the_command_line(arguments, match):
     [
         ("prefix_kep: 0.5\n", "prefix_kep is no setting; did you mean prefix_keep"),
         ("beta: [1]\n", "beta holds a list"),
+        ("column_mapping: [prompt]\n", "column_mapping holds a list"),
+        ("column_mapping:\n  a:\n    b: prompt\n", "column_mapping is .*it must map"),
         ("- beta\n", "holds a list"),
         ("beta: {\n", "not YAML"),
         ("beta: high\n", "beta"),
