@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 _FREE = frozenset(
     "output_dir overwrite_output_dir dry_run dry_run_ranks dry_run_model_config reference_cache_dir log_draws "
     "report_to logging_steps eval_steps save_steps save_total_limit resume_from_checkpoint resume_override deepspeed "
-    "dataset_test_split dataset_num_proc per_device_eval_batch_size "
+    "dataset_test_split dataset_num_proc per_device_eval_batch_size max_shard_size "
     # The fingerprints say whether these have changed anything.
     "model_name_or_path ref_model_name_or_path dataset_name dataset_train_split max_length max_prompt_length "
-    "truncation_mode max_samples "
+    "truncation_mode max_samples column_mapping data_errors "
     # Only their product with the ranks counts.
     "per_device_train_batch_size gradient_accumulation_steps".split()
 )
@@ -37,7 +37,9 @@ _ROUNDING = frozenset(
     "score_chunk_rows score_recompute".split()
 )
 """Settings that change nothing but rounding; a change is told and recorded."""
-_STREAMED = ("dataset_train_split", "max_length", "max_prompt_length", "truncation_mode", "max_samples")
+_STREAMED = tuple(
+    "dataset_train_split max_length max_prompt_length truncation_mode max_samples column_mapping data_errors".split()
+)
 """Compared where the pairs are streamed, so that no fingerprint is known ahead."""
 _ALIASES = {
     "dataset_name": "data",
