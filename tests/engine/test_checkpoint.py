@@ -14,27 +14,33 @@ pytestmark = pytest.mark.usefixtures("single_process")
 STEPS = cases.step_pairs(steps=3)
 
 
-def engine(stage=3, **settings):
+HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def engine(stage=3, zero=None, **settings):
     config = ds_stochdpo.StochDPOConfig(per_device_train_batch_size=8, beta=cases.BETA, **cases.PRUNED, **settings)
     lm = cases.model(layers=2)
     lm = lm.bfloat16() if settings.get("bf16") else lm
-    return ds_stochdpo.initialize(model=lm, config=config, deepspeed=cases.deepspeed_json(stage, cases.ADAMW))
+    ds = {**cases.deepspeed_json(stage, cases.ADAMW, **(zero or {})), "zero_force_ds_cpu_optimizer": False}
+    return ds_stochdpo.initialize(model=lm, config=config, deepspeed=ds)
 
 
 def without_times(metrics):
     return {name: value for name, value in metrics.items() if not name.startswith(("time/", "memory/"))}
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_an_engine_goes_on_where_another_was_saved(tmp_path, bf16):
-    first = engine(bf16=bf16)
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"zero": HOST}, {"bf16": True, "zero": HOST}], ids=["fp32", "bf16", "host", "both"]
+)
+def test_an_engine_goes_on_where_another_was_saved(tmp_path, options):
+    first = engine(**options)
     first.epoch = 2
     first.train_step(STEPS[0])
     # Evaluating leaves gathers under way, which must not get in the way of saving.
     first.evaluate(STEPS[1])
     first.save_checkpoint(tmp_path / "saved")
     expected = [without_times(first.train_step(pairs)) for pairs in STEPS[1:]]
-    second = engine(bf16=bf16)
+    second = engine(**options)
     second.evaluate(STEPS[1])
     second.load_checkpoint(tmp_path / "saved")
     assert (second.step, second.epoch) == (1, 2)
