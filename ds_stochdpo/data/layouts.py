@@ -22,12 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_stochdpo.data.columns import column_list
 from ds_stochdpo.data.messages import Message, json_kind, read_messages, read_tools, require_text, same_message
 from ds_stochdpo.data.refusals import refusal
 from ds_stochdpo.data.tally import BadRowError, BrokenRow
 
 ASSISTANT_TAG = "\n\nAssistant:"
 HUMAN_TAG = "\n\nHuman:"
+PROMPT_COLUMNS = ("prompt", "conversations", "instruction")
 HISTORIES_DIFFER = "histories differ"
 # Arguments of `apply_chat_template` that are not the row's to choose.
 _OWN_ARGUMENTS = frozenset({
@@ -75,40 +77,27 @@ def canonical_row(row: Any) -> CanonicalRow:
         raise BadRowError("not an object", f"the row is {json_kind(row)}; it must be an object with columns")
     names = _response_columns(row)
     chosen, rejected = (_read_side(row[name], name) for name in names)
-    used = set(names)
     if isinstance(chosen, str) is not isinstance(rejected, str):
-        kinds = {True: "a string", False: "messages"}
+        kinds = ("a string", "messages") if isinstance(chosen, str) else ("messages", "a string")
         raise BadRowError(
             "responses of two kinds",
-            f"chosen is {kinds[isinstance(chosen, str)]} but rejected is {kinds[isinstance(rejected, str)]}; both must "
-            "be of one kind",
+            f"{names[0]} is {kinds[0]} but {names[1]} is {kinds[1]}; both must be of one kind",
         )
-    column = next((name for name in ("prompt", "conversations", "instruction") if row.get(name) is not None), "prompt")
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if column == "prompt" and not isinstance(row.get("prompt"), list):
-            return _from_strings(row, chosen, rejected, used)
-        chosen, rejected = _assistant(chosen), _assistant(rejected)
-    assert isinstance(chosen, list)
-    assert isinstance(rejected, list)
-    used |= {column, "tools", "chat_template_kwargs"} & set(row)
-    prompt: list[Message] = []
-    # Whole conversations hold the prompt themselves, better than a string does.
-    if isinstance(row.get(column), list) or not (_is_whole(chosen) and _is_whole(rejected)):
-        prompt, more = _read_prompt(row, column)
-        used |= more & set(row)
-    return CanonicalRow(
-        *split_conversations(prompt, chosen, rejected),
-        frozenset(used),
-        read_tools(row.get("tools")),
-        _template_options(row.get("chat_template_kwargs")),
-    )
+    column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), "prompt")
+    is_text = column == "prompt" and not isinstance(row.get("prompt"), list)
+    if is_text and isinstance(chosen, str) and isinstance(rejected, str):
+        return _from_strings(row, chosen, rejected, names)
+    return _from_messages(row, column, _as_messages(chosen), _as_messages(rejected), names)
 
 
 def _response_columns(row: dict[str, Any]) -> tuple[str, str]:
-    for names in (("chosen", "rejected"), ("chosen_messages", "rejected_messages")):
-        if all(name in row for name in names):
-            return names
-    raise refusal(row)
+    pairs = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+    # Where files of two layouts were joined, the columns of one are empty.
+    filled = [names for names in pairs if all(row.get(name) is not None for name in names)]
+    there = [names for names in pairs if all(name in row for name in names)]
+    if not there:
+        raise refusal(row)
+    return (filled or there)[0]
 
 
 def _read_side(value: Any, field: str) -> Side:
@@ -127,11 +116,38 @@ def _read_side(value: Any, field: str) -> Side:
     return messages
 
 
-def _from_strings(row: dict[str, Any], chosen: str, rejected: str, used: set[str]) -> CanonicalRow:
+def _from_strings(row: dict[str, Any], chosen: str, rejected: str, names: tuple[str, str]) -> CanonicalRow:
     if "prompt" in row:
-        used.add("prompt")
-        return CanonicalRow(require_text(row["prompt"], "prompt"), chosen, rejected, frozenset(used))
-    return CanonicalRow(*split_transcripts(chosen, rejected), frozenset(used))
+        return CanonicalRow(require_text(row["prompt"], "prompt"), chosen, rejected, frozenset({*names, "prompt"}))
+    return CanonicalRow(*split_transcripts(chosen, rejected, _columns_hint(row)), frozenset(names))
+
+
+def _from_messages(
+    row: dict[str, Any], column: str, chosen: list[Message], rejected: list[Message], names: tuple[str, str]
+) -> CanonicalRow:
+    used = {*names, column, "tools", "chat_template_kwargs"}
+    prompt: list[Message] = []
+    # Whole conversations hold the prompt themselves, better than a string does.
+    if isinstance(row.get(column), list) or not (_is_whole(chosen) and _is_whole(rejected)):
+        prompt, more = _read_prompt(row, column)
+        used |= more
+    return CanonicalRow(
+        *split_conversations(prompt, chosen, rejected, _columns_hint(row)),
+        frozenset(used & set(row)),
+        read_tools(row.get("tools")),
+        _template_options(row.get("chat_template_kwargs")),
+    )
+
+
+def _columns_hint(row: dict[str, Any]) -> str:
+    """What to say where a prompt is missing and no column is known to hold it."""
+    if any(column in row for column in PROMPT_COLUMNS):
+        return ""
+    return f"; columns found: {column_list(row)}; column_mapping can make one of them the prompt"
+
+
+def _as_messages(side: Side) -> list[Message]:
+    return _assistant(side) if isinstance(side, str) else side
 
 
 def _assistant(text: str) -> list[Message]:
@@ -188,14 +204,15 @@ def _template_options(value: Any) -> dict[str, Any] | None:
 
 
 def split_conversations(
-    prompt: list[Message], chosen: list[Message], rejected: list[Message]
+    prompt: list[Message], chosen: list[Message], rejected: list[Message], hint: str = ""
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Prompt and responses, the prompt being all that both sides share before the assistant speaks to differ.
+    """Prompt and responses, the prompt being all that both sides share at the start but for their last turns.
 
     Args:
         prompt: Messages that come before both sides, as given; may be empty.
         chosen: What follows, or a whole conversation that repeats the prompt or its end.
         rejected: Likewise.
+        hint: What to add where the prompt is missing.
 
     Raises:
         BadRowError: If there is no prompt, or more than the assistant's turns would be scored.
@@ -204,19 +221,16 @@ def split_conversations(
     # A system turn opens a conversation: the sides are whole ones that say more than the prompt column.
     if chosen[0]["role"] == rejected[0]["role"] == "system":
         prompt = []
-    given = len(prompt)
     chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
     shortest = min(len(chosen), len(rejected))
     shared = next((i for i in range(shortest) if not same_message(chosen[i], rejected[i])), shortest - 1)
-    while shared > given and not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
-        shared -= 1
     sides = {"chosen": chosen[shared:], "rejected": rejected[shared:]}
     for field, side in sides.items():
         other = next((message["role"] for message in side if message["role"] != "assistant"), None)
         if other is not None:
             raise BadRowError(HISTORIES_DIFFER, f"{field} has a turn of {other!r} after the point where the two part")
     if shared == 0:
-        raise BadRowError("prompt is empty", "no message before the responses")
+        raise BadRowError("prompt is empty", "no message before the responses" + hint)
     return chosen[:shared], sides["chosen"], sides["rejected"]
 
 
@@ -228,8 +242,13 @@ def _strip_repeat(prompt: list[Message], side: list[Message]) -> list[Message]:
     return side
 
 
-def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
+def split_transcripts(chosen: str, rejected: str, hint: str = "") -> tuple[str, str, str]:
     """Prompt and responses of two transcripts; prompt and response together are the transcript, letter by letter.
+
+    Args:
+        chosen: Transcript that ends with the preferred response.
+        rejected: Transcript that ends with the other one.
+        hint: What to add where the prompt is missing.
 
     Raises:
         BadRowError: If they share no assistant tag, or human turns lie after the last one that they share.
@@ -237,7 +256,7 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
     cut = chosen[: common_prefix_length(chosen, rejected)].rfind(ASSISTANT_TAG)
     if cut < 0:
         raise BadRowError(
-            "no assistant turn", f"no prompt column, and the texts share no {ASSISTANT_TAG.strip()!r}; give a prompt"
+            "no assistant turn", f"no prompt column, and the texts share no {ASSISTANT_TAG.strip()!r}{hint}"
         )
     end = cut + len(ASSISTANT_TAG)
     if HUMAN_TAG in chosen[end:] or HUMAN_TAG in rejected[end:]:

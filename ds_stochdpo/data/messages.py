@@ -23,6 +23,8 @@ FROM_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+# How files write that a message calls nothing.
+_NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": ({}, "")}
 # What a message says; other keys (weights, ids, dates) do not make two messages different.
 _SAYING = ("role", "content", "tool_calls", "reasoning_content", "thinking")
 
@@ -95,8 +97,9 @@ def _read_message(value: Any, field: str) -> Message:
         raise BadRowError("not text", f"{field} is {json_kind(value)}, not a message")
     if "role" not in value:
         return _read_sharegpt(value, field)
-    message = {key: item for key, item in value.items() if item is not None}
-    message["role"] = require_text(value["role"], f"{field}.role")
+    message = {key: item for key, item in value.items() if item not in (None, *_NO_CALLS.get(key, ()))}
+    role = require_text(value["role"], f"{field}.role")
+    message["role"] = FROM_ROLES.get(role, role)
     if "function_call" in message:
         message.setdefault("tool_calls", [{"type": "function", "function": message.pop("function_call")}])
     if "tool_calls" in message:
@@ -113,14 +116,14 @@ def _read_sharegpt(value: dict[str, Any], field: str) -> Message:
     if role != "function_call":
         return {"role": FROM_ROLES[role], "content": text}
     calls = _loads(text, "not a function call", field)
-    calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
-    return {"role": "assistant", "content": "", "tool_calls": _read_calls(calls, field)}
+    calls = _read_calls(calls if isinstance(calls, list) else [calls], field)
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _read_calls(calls: Any, field: str) -> list[Any]:
     if not isinstance(calls, list) or not all(function_name(call) for call in calls):
         raise BadRowError("not a function call", f"{field} has a tool call without the name of its function")
-    return calls
+    return [call if "function" in call else {"type": "function", "function": call} for call in calls]
 
 
 def _read_content(message: Message, field: str) -> str:

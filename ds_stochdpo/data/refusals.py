@@ -31,12 +31,16 @@ def refusal(row: dict[str, Any]) -> BadRowError:
     if found:
         return BadRowError("not a preference pair", f"{found}; {columns}")
     single = next((name for name in _ONE_RESPONSE if name in row), None)
-    looks = f" (supervised data, with one response a row in {single}?)" if single and len(row) < 3 else ""
+    looks = f" (supervised data, with one response a row in {single}?)" if single and not _has_other(row) else ""
     return BadRowError(
         "no known layout",
         f"no known layout has these columns{looks}; {columns}. Accepted: {'; '.join(ACCEPTED_LAYOUTS)}. Columns of "
         "other names can be renamed by column_mapping: question=prompt,good=chosen,bad=rejected",
     )
+
+
+def _has_other(row: dict[str, Any]) -> bool:
+    return any(word in name.lower() for name in row for word in ("reject", "chosen", "prefer", "worse", "bad", "lose"))
 
 
 def _name_layout(row: dict[str, Any]) -> str | None:

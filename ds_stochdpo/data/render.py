@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
 CONTROL_TOKENS = "control tokens in text"
 REPEATS_PROMPT = "response repeats prompt"
+NO_TURN = "turns that the template does not render"
 NO_TOOLS = "tools that the template does not render"
 DROPS_CALLS = "template drops tool calls"
+USE_TOOLS = "use a template with tool support"
+TOOL_ROLES = ("tool", "function", "ipython")
 # A template is a program that runs on the row's data, so it may fail in any of these ways.
 TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
                    RecursionError)  # fmt: skip
@@ -129,7 +132,7 @@ class PairRenderer:
         asked, answers = prompt[-1]["content"], (chosen[len(prompt)]["content"], rejected[len(prompt)]["content"])
         if asked.strip() and all(answer.startswith(asked) for answer in answers):
             notes.append(REPEATS_PROMPT)
-        return ids[0], ids[1], ids[2], notes + self._check_tools(row)
+        return ids[0], ids[1], ids[2], [*notes, *self._check_turns(row), *self._check_tools(row)]
 
     def _control_notes(self, texts: Iterable[str]) -> list[str]:
         return [CONTROL_TOKENS] if any(map(self._control_token.search, texts)) else []
@@ -163,44 +166,46 @@ class PairRenderer:
         if prompt[-1]["content"].strip() not in texts[0][: common_prefix_length(*texts)]:
             raise BadRowError("template rewrites the prompt", "the last prompt message changes once a response follows")
 
-    def _check_tools(self, row: CanonicalRow) -> list[str]:
-        """A template without tool support leaves calls, their results and schemas out without a word."""
+    def _check_turns(self, row: CanonicalRow) -> list[str]:
+        """Find turns that a template leaves out without a word: once more, with a mark in place of every content."""
         notes = []
-        for side in _conversations(row)[1:]:
-            text = None
-            for what, bare in _without_tools(side):
-                text = text or self._template(side, row, tokenize=False)
-                if self._renders_as(text, bare, row):
-                    raise BadRowError(DROPS_CALLS, f"the chat template drops {what}; use a template with tool support")
-            for name in (function_name(call) for message in side for call in message.get("tool_calls", ())):
-                if text is not None and name not in text:
-                    raise BadRowError(
-                        DROPS_CALLS,
-                        f"the chat template drops tool_calls (function {name!r} is not rendered); use a template with "
-                        "tool support",
-                    )
-        if row.tools:
-            side = _conversations(row)[1]
-            if self._renders_as(self._template(side, row, tokenize=False), side, replace(row, tools=None)):
-                notes.append(NO_TOOLS)
+        _, chosen, _ = _conversations(row)
+        marks = [f"turn{i}x" if message["content"].strip() else "" for i, message in enumerate(chosen)]
+        marked = [{**message, "content": mark} for message, mark in zip(chosen, marks, strict=True)]
+        text = self._text_if_any(marked, row)
+        for message, mark in zip(chosen, marks, strict=True):
+            if text is None or mark in text:
+                continue
+            if message["role"] in TOOL_ROLES:
+                raise BadRowError(DROPS_CALLS, "the chat template drops what a tool returns; " + USE_TOOLS)
+            notes = [NO_TURN]
         return notes
 
-    def _renders_as(self, text: str, messages: list[Message], row: CanonicalRow) -> bool:
+    def _check_tools(self, row: CanonicalRow) -> list[str]:
+        """A template without tool support leaves calls and schemas out without a word."""
+        _, *sides = _conversations(row)
+        for side in sides:
+            names = [function_name(call) for message in side for call in message.get("tool_calls", ())]
+            if not names:
+                continue
+            text = self._template(side, row, tokenize=False)
+            bare = [{key: item for key, item in message.items() if key != "tool_calls"} for message in side]
+            missing = [name for name in names if name not in text]
+            # A name may be written elsewhere, too.
+            if missing or self._text_if_any(bare, row) == text:
+                raise BadRowError(DROPS_CALLS, f"the chat template drops tool_calls of {', '.join(names)}; {USE_TOOLS}")
+        if row.tools:
+            text = self._template(sides[0], row, tokenize=False)
+            if self._text_if_any(sides[0], replace(row, tools=None)) == text:
+                return [NO_TOOLS]
+        return []
+
+    def _text_if_any(self, messages: list[Message], row: CanonicalRow) -> str | None:
+        """What the template writes; None where it refuses."""
         try:
-            return self._template(messages, row, tokenize=False) == text
+            return str(self._template(messages, row, tokenize=False))
         except BadRowError:
-            return False
-
-
-def _without_tools(messages: list[Message]) -> list[tuple[str, list[Message]]]:
-    """The conversation without its tool calls, and without what tools said; each only if there is any."""
-    variants = []
-    if any("tool_calls" in message for message in messages):
-        variants.append(("tool_calls", [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages]))
-    if any(message["role"] == "tool" and message["content"] for message in messages):
-        silent = [{**m, "content": ""} if m["role"] == "tool" else m for m in messages]
-        variants.append(("what a tool returns", silent))
-    return variants
+            return None
 
 
 def _split(chosen: list[int], rejected: list[int], boundary: int, notes: Iterable[str]) -> RenderedPair:

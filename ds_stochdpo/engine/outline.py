@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ class ModelOutline:
         """Weights of the model; tied ones count once."""
         return sum(parameter.numel() for parameter in self.lm.parameters())
 
+    def rebuilt(self) -> PreTrainedModel:
+        """Another model of the same config on the meta device, for whoever will change it."""
+        return _on_meta(copy.deepcopy(self.lm.config))
+
 
 def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutline:
     """Build a model on the meta device without reaching the network.
@@ -61,13 +66,18 @@ def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutl
     else:
         source, tokenizer = model_name_or_path, _tokenizer_on_disk(model_name_or_path)
     try:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(model_config)
+        lm = _on_meta(model_config)
     except ValueError as error:
         raise ConfigError(
             f"{source}: transformers builds no causal LM from it: {str(error).splitlines()[0]}"
         ) from error
     return ModelOutline(lm, source, tokenizer)
+
+
+def _on_meta(model_config: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
+    return lm
 
 
 def _tokenizer_on_disk(model_name_or_path: str) -> PreTrainedTokenizerBase | None:

@@ -36,6 +36,8 @@ def test_flags_in_the_readme_exist():
         *("num_accelerators", "hostfile", "no_ssh", "node_rank", "master_addr", "master_port", "nnodes"),
         *("nproc_per_node", "nodes", "ntasks-per-node", "gpus-per-node", "config", "help"),
         *("workloads", "trl", "layers"),
+        *("prompt_tokens", "chosen_tokens", "rejected_tokens", "tflops", "gpus_per_node", "link_gbps", "node_gbps"),
+        *("plans", "json"),
     }
     fields = {f.name for f in dataclasses.fields(StochDPOConfig)}
     assert set(re.findall(r"--([a-z][a-z_-]+)", README)) - launcher - fields == set()

@@ -41,7 +41,10 @@ SAME = {
     "one message, not a list": pair(CAPITAL, SEOUL[0], MADRID[0]),
     "text parts": pair([user([{"type": "text", "text": "Capital?"}])], SEOUL, MADRID),
     "null keys of a columnar file": pair([{**CAPITAL[0], "name": None, "tool_calls": None}], SEOUL, MADRID),
+    "empty lists of calls": pair(CAPITAL, [{**SEOUL[0], "tool_calls": []}], [{**MADRID[0], "function_call": {}}]),
     "sharegpt": {"conversations": [human("Capital?")], "chosen": gpt("Seoul"), "rejected": gpt("Madrid")},
+    "sharegpt's names of roles": pair([{"role": "human", "content": "Capital?"}], {"role": "gpt", "content": "Seoul"},
+                                      {"role": "gpt", "content": "Madrid"}),
     "sharegpt, whole": {
         "chosen": [human("Capital?"), gpt("Seoul")],
         "rejected": [human("Capital?"), gpt("Madrid")],
@@ -53,6 +56,10 @@ SAME = {
     "columns of other layouts without a value": {
         "prompt": None, "conversations": [human("Capital?")], "chosen": gpt("Seoul"), "rejected": gpt("Madrid"),
         "instruction": None, "chosen_messages": None,
+    },
+    "messages columns beside empty ones": {
+        "prompt": None, "chosen": None, "rejected": None, "chosen_messages": CAPITAL + SEOUL,
+        "rejected_messages": CAPITAL + MADRID,
     },
 }  # fmt: skip
 
@@ -290,6 +297,12 @@ REFUSED = {
         {"prompt": "x", "completions": [{"model": "m", "completion": "a"}]}, "completions is a list of responses"
     ),
     "supervised": ({"messages": CAPITAL + SEOUL}, r"no known layout .*\(supervised data, .* in messages\?\)"),
+    "no prompt among the columns": (
+        {"question": "x", "chosen": "a", "rejected": "b"}, r"0 of 2 .*found: question, chosen, rejected; column_mapping"
+    ),
+    "no prompt among the columns, messages": (
+        {"messages": CAPITAL, "chosen": SEOUL, "rejected": MADRID}, r"0 of 2 .*found: messages, .*column_mapping"
+    ),
     "one column missing": ({"prompt": "x", "chosen": "y"}, "no known layout .*: prompt, chosen. Accepted"),
     "no columns": ({}, "columns found: none"),
     "user at the end": (
@@ -305,7 +318,7 @@ REFUSED = {
 def test_a_file_of_the_wrong_kind_is_refused_at_its_line(load, name):
     row, message = REFUSED[name]
     with pytest.raises(DataError, match=message):
-        load([row, pair(CAPITAL, SEOUL, MADRID)])
+        load([row, row])
 
 
 def test_rows_of_two_kinds_may_share_a_file(load, tokenizer):

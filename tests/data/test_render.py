@@ -140,11 +140,11 @@ CALLS_ONLY = CHAT.replace(
     ("template", "turn", "lost"),
     [(CHAT, turn, "tool_calls") for turn in CALLING]
     + [(CALLS_ONLY, CALLING[0], "what a tool returns"), (CHAT.replace("<|im_end|>\n", "{{ m.tool_calls|length }}"),
-       CALLING[0], "'wx' is not rendered")],
+       CALLING[0], "tool_calls of wx")],
 )  # fmt: skip
 def test_a_template_that_hides_a_tool_call_or_its_result_is_refused(load, template, turn, lost):
     row = {**MESSAGES, "prompt": [user("weather? wx?"), turn, {"role": "tool", "content": "rain"}]}
-    if "is not rendered" in lost:
+    if "of wx" in lost:
         row["prompt"][0] = user("weather?")
     tok = tiny_tokenizer(template=template)
     with pytest.raises(DataError, match=rf"rows.jsonl:2: the chat template drops .*{lost}"):
@@ -152,6 +152,14 @@ def test_a_template_that_hides_a_tool_call_or_its_result_is_refused(load, templa
     assert load([MESSAGES, row], tok, data_errors="skip").counts == {
         "read": 2, "used": 1, "dropped/template drops tool calls": 1
     }  # fmt: skip
+
+
+def test_a_template_that_hides_a_turn_is_noticed(load):
+    tok = tiny_tokenizer(template="{% for m in messages if m.role != 'system' %}" + CHAT.split("%}", 1)[1])
+    silent = {**MESSAGES, "prompt": [{"role": "system", "content": "Be brief."}, *MESSAGES["prompt"]]}
+    loaded = load([MESSAGES, silent], tok)
+    assert loaded.counts["noted/turns that the template does not render"] == 1
+    assert loaded.first_lines["noted/turns that the template does not render"][0].endswith("rows.jsonl:2")
 
 
 def test_a_template_that_hides_tools_is_noticed_once(load, caplog):
