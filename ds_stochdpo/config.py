@@ -179,6 +179,12 @@ class StochDPOConfig:
     seed: int = _doc(0, "Seed of data order and draws.")
     bf16: bool | None = _doc(None, "Train in bfloat16 with fp32 master weights, ZeRO stages 1 to 3 (default false).")
     gradient_checkpointing: bool = _doc(False, "Recompute the layers of the live lane in the backward pass.")
+    activation_offload: bool = _doc(
+        False, "Keep inputs of recomputed layers in host memory until then (gradient_checkpointing). CPU: no effect."
+    )
+    mlp_tile_tokens: int | None = _doc(
+        None, "Tokens that meet a feed-forward block at once, each tile recomputed in the backward pass. None: all."
+    )
     attn_implementation: Literal["auto", "flash_attn", "torch", "sdpa"] = _doc(
         "auto", "Attention backend; auto picks the first of flash_attn, torch, sdpa that the device can run."
     )

@@ -51,6 +51,7 @@ COUNTS = (
     "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
+    "mlp_tile_tokens",
 )
 
 
@@ -267,6 +268,8 @@ DEFAULTS = {
     "reference": "cached",
     "truncation_mode": "keep_end",
     "gradient_checkpointing": False,
+    "activation_offload": False,
+    "mlp_tile_tokens": None,
     "attn_implementation": "auto",
     "report_to": "none",
     "max_steps": -1,
@@ -337,7 +340,7 @@ def test_a_column_mapping_gives_our_names_once_each(value, match):
 
 
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-            "log_draws", "score_recompute", "streaming", "bf16")  # fmt: skip
+            "log_draws", "score_recompute", "streaming", "bf16", "activation_offload")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)
@@ -369,6 +372,11 @@ def test_a_reference_model_needs_a_reference():
     refused(
         r"^ref_model_name_or_path is other, but reference is none", reference="none", ref_model_name_or_path="other"
     )
+
+
+def test_offload_needs_recomputed_layers():
+    refused(r"^activation_offload is true, but gradient_checkpointing is false", activation_offload=True)
+    assert StochDPOConfig(activation_offload=True, gradient_checkpointing=True).activation_offload
 
 
 def test_evaluation_needs_held_out_pairs():

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_stochdpo.pruning.cost import ModelShape
+
 MASTER_BYTES = 4
 """A master weight, an optimizer moment and a log-prob are fp32."""
+VOCAB_TILE = 8192
+"""Columns of the vocabulary that meet a chunk of rows at once; a tile of 256 rows stays in the cache of a CPU core."""
+TILE_BYTES = 8
+"""Of one logit in a tile at its peak: fp32 twice, or once beside its 16-bit form."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +94,41 @@ def model_state(num_weights: int, plan: StatePlan) -> dict[str, Held]:
 
 def _held(num_bytes: int, is_on_host: bool) -> Held:
     return Held(host=num_bytes) if is_on_host else Held(num_bytes)
+
+
+def recompute_peak(
+    shape: ModelShape,
+    *,
+    live_tokens: int,
+    weight_bytes: int,
+    mlp_tile_tokens: int,
+    chunk_rows: int,
+    offload: bool = False,
+) -> dict[str, int]:
+    """Parts of the peak of a long micro-batch whose layers are recomputed, with feed-forward blocks in tiles.
+
+    In the backward pass of a layer a live token holds the rows that autograd keeps of it: two of each norm (of 16-bit
+    models four, for norms run in fp32), query, attention output, the sum between attention and feed-forward block, key
+    and value; the gradients of the layer's output and of the block's input; and its rotary embedding.
+
+    Args:
+        shape: The model, with two norms a layer.
+        live_tokens: Tokens run with gradient.
+        weight_bytes: 2 for bf16, 4 for fp32.
+        mlp_tile_tokens: Tokens that meet a feed-forward block at once.
+        chunk_rows: `score_chunk_rows`.
+        offload: Whether the inputs of layers wait on the host, but for those of two layers.
+
+    Returns:
+        Bytes by part; beside weights, gradients and optimizer. No part grows with the vocabulary, and none with the
+        feed-forward block times the tokens.
+    """
+    norm_rows = 4 if weight_bytes < MASTER_BYTES else 2
+    widths = (2 * norm_rows + 5) * shape.hidden + 2 * (shape.kv_heads + 1) * shape.head_dim
+    inputs = min(2, shape.layers) if offload else shape.layers
+    return {
+        "saved layer inputs": weight_bytes * live_tokens * shape.hidden * inputs,
+        "one layer": weight_bytes * live_tokens * widths,
+        "one feed-forward tile": weight_bytes * 6 * shape.ffn * min(mlp_tile_tokens, live_tokens),
+        "one head tile": TILE_BYTES * chunk_rows * min(VOCAB_TILE, shape.vocab),
+    }

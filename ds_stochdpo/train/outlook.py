@@ -103,7 +103,12 @@ class Outlook:
             share_prompt=variant.layout == "shared",
             share_response_start=variant.share_response_start,
         )
-        return rehearse_lanes(model, layout)
+        memory = rehearse_lanes(model, layout)
+        if not (self.config.activation_offload and variant.gradient_checkpointing):
+            return memory
+        # On a device without memory nothing moves; in training all layers' inputs do, but for those of two layers.
+        away = max(0, self.shape.layers - 2) * self.shape.hidden * self.state.weight_bytes
+        return dataclasses.replace(memory, kept=memory.kept - away * layout.counts.backward)
 
     def held(self, memory: StepMemory, *, world_size: int | None = None) -> dict[str, Held]:
         """Bytes of one rank by kind: the model's state, then what one micro-batch adds.
@@ -136,7 +141,12 @@ class Outlook:
 
     @cached_property
     def _two_lane(self) -> TwoLaneModel:
-        return TwoLaneModel(self._on_meta(self.outline.rebuilt()), rehearsal_backend(self.kernel), self._scoring)
+        return TwoLaneModel(
+            self._on_meta(self.outline.rebuilt()),
+            rehearsal_backend(self.kernel),
+            self._scoring,
+            mlp_tile_tokens=self.config.mlp_tile_tokens,
+        )
 
     @property
     def _scoring(self) -> ScoringOptions:

@@ -1,8 +1,13 @@
 """Predicted bytes of a model's state against numbers worked by hand."""
 
+from dataclasses import replace
+
 import pytest
 
-from ds_stochdpo.pruning.memory import Held, StatePlan, model_state
+from ds_stochdpo.pruning.cost import ModelShape
+from ds_stochdpo.pruning.memory import Held, StatePlan, model_state, recompute_peak
+
+LLAMA_8B = ModelShape(hidden=4096, layers=32, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
 
 
 def test_stage_0_holds_everything_on_every_rank():
@@ -44,3 +49,18 @@ def test_sgd_has_no_moments_and_shares_are_rounded_up():
     kinds = model_state(10, StatePlan(3, 4, weight_bytes=4, moments=0))
     assert kinds["optimizer moments"] == Held(0)
     assert kinds["weights"] == Held(12)
+
+
+def test_the_peak_of_recomputed_layers_by_hand():
+    """(2 x 4 + 5) x 4096 + 2 x 9 x 128 = 55552 values of 2 bytes a live token, beside 32 inputs of 4096."""
+    load = {"weight_bytes": 2, "mlp_tile_tokens": 100, "chunk_rows": 64}
+    parts = recompute_peak(LLAMA_8B, live_tokens=1000, **load)
+    assert parts == {
+        "saved layer inputs": 1000 * 262_144,
+        "one layer": 1000 * 111_104,
+        "one feed-forward tile": 100 * 172_032,
+        "one head tile": 8 * 64 * 8192,
+    }
+    assert recompute_peak(LLAMA_8B, live_tokens=1000, **load, offload=True)["saved layer inputs"] == 1000 * 16_384
+    larger = replace(LLAMA_8B, vocab=10 * LLAMA_8B.vocab)
+    assert recompute_peak(larger, live_tokens=1000, **load) == parts
