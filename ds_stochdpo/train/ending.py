@@ -93,7 +93,8 @@ class Ending:
         if own is None or own.text != cause.text:
             if own is not None:
                 _say(own, own.text)
-            speak(f"stopping [rank {self.rank}]: rank {cause.rank} reports the cause")
+            if cause.code < EXIT_SIGNAL:
+                speak(f"stopping [rank {self.rank}]: rank {cause.rank} reports the cause")
         board.sign("bye")
         if board.is_kept_here:
             self._wait_for_goodbyes(board, cause)

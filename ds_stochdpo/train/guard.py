@@ -197,7 +197,7 @@ class Guard:
         if gone and board is not None and self.rank == 0:
             parts.append(lost_text(board, gone))
         elif gone:
-            parts.append(f"ranks {', '.join(map(str, gone))} do not answer: their machines or the network are down")
+            parts.append(f"no answer from rank {', '.join(map(str, gone))}: its machine or the network is down")
         if waiting := sorted(set(states) - set(late)):
             parts.append(f"waiting in a collective: rank {', '.join(map(str, waiting))}")
         return Fault(self.rank, EXIT_HANG, f"{head}. " + ". ".join(parts), gone)

@@ -106,13 +106,13 @@ class Job:
     def output(self):
         return self.file.read_text(errors="replace")
 
-    def wait_for_step(self, step):
-        """Until both ranks have said that they are in this step."""
+    def wait_for_step(self, step, num_ranks=2):
+        """Until so many ranks have said that they are in this step."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
             said = re.findall(rf"pid (\d+) rank (\d) in step {step}\n", self.output())
             self._look()
-            if len(said) == 2:
+            if len(said) == num_ranks:
                 self.ranks = {int(rank): int(pid) for pid, rank in said}
                 return
             if self.process.poll() is not None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.multiproc
 LIMIT_S = 30
 STEP_S = 0.7
 # Ending takes as long as reading this many steps' worth of output; a job has more steps than any test waits for.
-LONG = {"num_train_epochs": 20, "step_s": STEP_S}
+LONG = {"num_train_epochs": 20, "step_s": STEP_S, "save_steps": 1000}
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def train(ranks, folder, name, stage, **settings):
     from ds_stochdpo import StochDPOConfig
     from ds_stochdpo.train import run
 
-    run.process_group = lambda: contextlib.nullcontext(ranks)
+    run.process_group = lambda *_: contextlib.nullcontext(ranks)
     values = {
         "model_name_or_path": str(folder / "model"),
         "dataset_name": str(folder / "pairs.jsonl"),
