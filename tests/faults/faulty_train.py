@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -19,6 +20,17 @@ def happen(what):
         raise RuntimeError("deliberately broken step")
     elif what == "hang":
         sleep_for_ever()
+    elif what == "fill":
+        fill_disk(Path("disk"))
+
+
+def fill_disk(disk):
+    """Leave room for the bytes of the last checkpoint: the next one needs more, since files take whole pages."""
+    from ds_stochdpo.engine.completeness import folder_bytes
+
+    page = os.sysconf("SC_PAGE_SIZE")
+    room = -(-folder_bytes(disk / "run" / "checkpoint-1") // page) * page
+    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - room))
 
 
 def sleep_for_ever():
