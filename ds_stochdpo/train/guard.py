@@ -65,6 +65,8 @@ class Guard:
     def start(self) -> None:
         """Take SIGINT and SIGTERM, and watch the launcher. Call it before anything else starts a thread."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # A forked worker has no such thread, and must end when its pool says so.
+        os.register_at_fork(after_in_child=_give_signals_back)
         _run(self._take_signals)
         if self._launchers:
             _run(self._watch_launchers)
@@ -214,6 +216,10 @@ class Guard:
     def _exit(self, own: Fault | None) -> NoReturn:
         code = self._ending.settle(own)
         os._exit(code)
+
+
+def _give_signals_back() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _run(target: Callable[[], None]) -> None:

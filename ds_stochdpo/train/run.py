@@ -123,7 +123,7 @@ def run_training(config: StochDPOConfig, guard: Guard | None = None) -> None:
                 train_set.log_account()
             engine.export(output_dir, tokenizer)
             facts["data"] = _data_facts(train_set, test_set)
-            facts["steps"] = {"taken": engine.step, "skipped": int(engine.deepspeed.skipped_steps)}
+            facts["steps"] = {"total": engine.step, "skipped": int(engine.deepspeed.skipped_steps)}
             record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
         if ranks.is_main:
             write_report(output_dir)

@@ -7,7 +7,7 @@ from ds_stochdpo import LaunchError
 from ds_stochdpo.train.hostfile import plan_hosts, read_hostfile
 from ds_stochdpo.train.launch_checks import named_hostfile
 from ds_stochdpo.train.launcher import is_launcher
-from ds_stochdpo.train.node_env import env_files, forwarded, mask, read_env_file
+from ds_stochdpo.train.node_env import check_ranks_agree, env_files, forwarded, mask, read_env_file
 
 GOOD = "# two machines\n\nhostA slots=4\n  hostB   slots=2  \n"
 
@@ -141,3 +141,27 @@ def test_the_host_file_of_a_command_line(command, hostfile):
 )
 def test_launchers_are_known_by_their_command(command, answer):
     assert is_launcher(command) == answer
+
+
+class SomeRanks:
+    """Four ranks on two machines, of which the second may be different."""
+
+    is_main = True
+
+    def __init__(self, **changes):
+        self.changes = changes
+
+    def gather_objects(self, item):
+        _, own = item
+        other = {key: own[key] | self.changes.get(key, {}) for key in own}
+        return [("node1", own), ("node1", own), ("node2", other), ("node2", other)]
+
+
+def test_ranks_of_other_versions_are_refused_and_other_variables_named(monkeypatch, caplog):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    check_ranks_agree(SomeRanks())
+    assert not caplog.records
+    check_ranks_agree(SomeRanks(environment={"OMP_NUM_THREADS": None}))
+    assert "OMP_NUM_THREADS differs: 8 on rank 0 (node1), 1 (node1); None on rank 2 (node2), 3 (node2)" in caplog.text
+    with pytest.raises(LaunchError, match=r"versions of torch: .* on rank 0 .*; 1\.0 on rank 2 \(node2\), 3"):
+        check_ranks_agree(SomeRanks(versions={"torch": "1.0"}))
