@@ -43,7 +43,8 @@ def test_a_signal_before_training_ends_the_process_at_once(signum):
 
 
 def test_a_signal_in_training_is_only_noted():
-    code = "guard.can_finish = True; print('ready', flush=True)\nwhile not guard.wanted: time.sleep(0.05)\nprint(guard.wanted)"
+    wait = "while not guard.wanted: time.sleep(0.05)"
+    code = f"guard.can_finish = True; print('ready', flush=True)\n{wait}\nprint(guard.wanted)"
     process = guarded(code)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
