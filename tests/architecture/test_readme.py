@@ -34,7 +34,16 @@ def test_both_commands_are_there_and_run():
 def test_flags_in_the_readme_exist():
     launcher = {
         *("num_accelerators", "hostfile", "no_ssh", "node_rank", "master_addr", "master_port", "nnodes"),
-        *("nproc_per_node", "nodes", "ntasks-per-node", "gpus-per-node", "config", "help"),
+        *(
+            "nproc_per_node",
+            "nodes",
+            "ntasks-per-node",
+            "gpus-per-node",
+            "write_env",
+            "shutdown_timeout",
+            "config",
+            "help",
+        ),
         *("workloads", "trl", "layers"),
         *("prompt_tokens", "chosen_tokens", "rejected_tokens", "tflops", "gpus_per_node", "link_gbps", "node_gbps"),
         *("plans", "json"),
