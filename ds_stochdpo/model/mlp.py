@@ -40,8 +40,9 @@ class TwoLaneMLP:
         grad_route = _SaveInput.apply(block, tile, hidden, *parameters)
         output = torch.empty_like(hidden)
         with torch.no_grad():
+            # Detached, since a view made here still says that it wants a gradient, which misleads hooks of modules.
             for tokens in _tiles(hidden, tile):
-                output[:, tokens] = block(hidden[:, tokens])
+                output[:, tokens] = block(hidden.detach()[:, tokens])
         attached: Tensor = _Attach.apply(grad_route, output)
         return attached
 

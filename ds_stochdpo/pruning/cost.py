@@ -184,6 +184,11 @@ def linear_flops(shape: ModelShape, tokens: int) -> int:
     return shape.layers * tokens * (projections + shape.ffn_matrices * _ffn_matrix(shape))
 
 
+def mlp_flops(shape: ModelShape, tokens: int) -> int:
+    """The part of `linear_flops` that is in feed-forward matrices."""
+    return shape.layers * tokens * shape.ffn_matrices * _ffn_matrix(shape)
+
+
 def last_product_flops(shape: ModelShape, tokens: int) -> int:
     """The part of `linear_flops` that stands at the end of each layer: the last feed-forward matrix."""
     return shape.layers * tokens * _ffn_matrix(shape)

@@ -25,6 +25,7 @@ from ds_stochdpo.pruning.cost import (
     head_flops,
     last_product_flops,
     linear_flops,
+    mlp_flops,
     pair_lanes,
 )
 from ds_stochdpo.pruning.draws import Kept, PairDraw, draw_response
@@ -49,6 +50,7 @@ class Variant:
         plan: What is sampled; a padded layout samples nothing.
         gradient_checkpointing: Layers with gradient are recomputed in the backward pass.
         score_recompute: The chunked head rebuilds its logits in the backward pass; of no meaning for a full head.
+        mlp_tiles: Feed-forward blocks run in tiles of tokens, and each tile is rebuilt in the backward pass.
         reference: `cached` and `none` cost nothing; `online` runs the same rows through a second model.
         share_response_start: Tokens that both responses begin with count as prompt; of no meaning for `padded`.
     """
@@ -59,6 +61,7 @@ class Variant:
     plan: PruningPlan = field(default_factory=PruningPlan)
     gradient_checkpointing: bool = False
     score_recompute: bool = True
+    mlp_tiles: bool = False
     reference: Literal["cached", "online", "none"] = "cached"
     share_response_start: bool = True
 
@@ -287,9 +290,12 @@ def _lanes_work(
     forward = live_linear + frozen_linear + live_attention + frozen_attention
     recompute = 0
     if variant.gradient_checkpointing:
-        skipped = shape.ends_in_product and not recomputes_all
+        skipped = shape.ends_in_product and not recomputes_all and not variant.mlp_tiles
         recompute = live_linear + live_attention
         recompute -= last_product_flops(shape, lanes.live_tokens) if skipped else 0
+    if variant.mlp_tiles and not (variant.gradient_checkpointing and shape.ends_in_product):
+        # A recomputed layer that ends in its feed-forward block stops before it; any other runs it once more.
+        recompute += mlp_flops(shape, lanes.live_tokens)
     head_live, head_frozen = head_flops(shape, lanes.live_rows), head_flops(shape, lanes.frozen_rows)
     rebuilds = variant.head == "responses" and variant.score_recompute
     head_forward = head_live + head_frozen

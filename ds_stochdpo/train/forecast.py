@@ -65,6 +65,7 @@ def variant_of(config: StochDPOConfig, name: str = "") -> Variant:
         plan=config.pruning,
         gradient_checkpointing=config.gradient_checkpointing,
         score_recompute=config.score_recompute,
+        mlp_tiles=config.mlp_tile_tokens is not None,
         reference=config.reference,
         share_response_start=config.share_response_start,
     )

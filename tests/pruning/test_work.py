@@ -55,9 +55,10 @@ def counted(model, layout, draws):
     return counter.get_total_flops()
 
 
-def two_lane(lm, *, checkpointing, recompute=True):
+def two_lane(lm, *, checkpointing, recompute=True, mlp_tile_tokens=None):
     _, backend = choose_backend("sdpa", torch.device("cpu"), torch.float32)
-    return TwoLaneModel(lm, backend, ScoringOptions(16, recompute), gradient_checkpointing=checkpointing)
+    scoring = ScoringOptions(16, recompute)
+    return TwoLaneModel(lm, backend, scoring, gradient_checkpointing=checkpointing, mlp_tile_tokens=mlp_tile_tokens)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -92,6 +93,23 @@ def test_every_family(kind, checkpointing):
     work = step_work(shape, [pair_lengths(p) for p in pairs], draws, variant)
     # The routers of sparse models are left out.
     assert work.total == pytest.approx(measured, rel=0.02 if FAMILIES[kind].router else 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "olmo2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_feed_forward_blocks_in_tiles(kind, checkpointing):
+    """OLMo 2 has a norm behind the block, so that a recomputed layer runs it once more."""
+    lm = small(kind)
+    shape = family_of(lm).shape(lm.config)
+    pairs = random_pairs(LENGTHS, VOCAB, shared=3)
+    variant = Variant(plan=PruningPlan(branch="single"), gradient_checkpointing=checkpointing, mlp_tiles=True)
+    draws = draw_for(pairs, variant.plan)
+    model = two_lane(lm, checkpointing=checkpointing, mlp_tile_tokens=20)
+    measured = counted(model, pack_lanes(pairs, draws), draws)
+    work = step_work(shape, [pair_lengths(p) for p in pairs], draws, variant)
+    assert work.total == pytest.approx(measured, rel=1e-9)
+    plain = dataclasses.replace(variant, mlp_tiles=False)
+    assert step_work(shape, [pair_lengths(p) for p in pairs], draws, plain).total < 0.99 * measured
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
