@@ -33,6 +33,7 @@ def check_settings(config: Any) -> None:
     _check_schedule(config)
     _check_streaming(config)
     _check_resuming(config)
+    _check_waiting(config)
 
 
 def _check_choices(config: Any) -> None:
@@ -77,7 +78,7 @@ def _check_loss(config: Any) -> None:
 def _check_sizes(config: Any) -> None:
     optional = ("max_length", "max_prompt_length", "max_samples", "per_device_train_batch_size", "dry_run_ranks",
                 "dataset_num_proc", "gradient_accumulation_steps", "max_tokens_per_micro_batch", "eval_steps",
-                "save_steps", "save_total_limit")  # fmt: skip
+                "save_steps", "save_total_limit", "mlp_tile_tokens")  # fmt: skip
     for key in optional:
         if getattr(config, key) is not None:
             require_int(key, getattr(config, key), low=1)
@@ -86,6 +87,11 @@ def _check_sizes(config: Any) -> None:
     require_int("seed", config.seed, low=0)
     if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|TB)", str(config.max_shard_size)):
         raise ConfigError(f"max_shard_size is {config.max_shard_size!r}; write a whole number and KB, MB, GB or TB.")
+    if config.activation_offload and not config.gradient_checkpointing:
+        raise ConfigError(
+            "activation_offload is true, but gradient_checkpointing is false, and only inputs of recomputed layers go "
+            "to the host; set gradient_checkpointing: true too."
+        )
     if config.max_length is not None and config.max_length < 2:
         raise ConfigError("max_length is 1; a pair needs one prompt and one response token: set 2 or more.")
 
@@ -170,6 +176,18 @@ def _check_resuming(config: Any) -> None:
     if config.resume_override and not config.resume_from_checkpoint:
         raise ConfigError(
             f"resume_override is {config.resume_override!r}, but nothing is resumed; set resume_from_checkpoint."
+        )
+
+
+def _check_waiting(config: Any) -> None:
+    require_int("non_finite_limit", config.non_finite_limit, low=0)
+    require_int("ddp_timeout", config.ddp_timeout, low=1)
+    require_number("step_timeout_s", config.step_timeout_s, low=0.0)
+    if config.step_timeout_s >= config.ddp_timeout:
+        # The waiting ranks would give up first, and could not say which rank is late.
+        raise ConfigError(
+            f"step_timeout_s is {config.step_timeout_s:g}, but ddp_timeout is {config.ddp_timeout}; "
+            "make ddp_timeout longer, or step_timeout_s shorter (0 is off)."
         )
 
 

@@ -30,6 +30,7 @@ CHOICES = {
     "data_errors": ("stop", "skip"),
     "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
     "coefficient": ("sampled",),
+    "non_finite": ("stop", "skip"),
     "position_sampler": POSITION_SAMPLERS,
     "prefix_sampler": PREFIX_SAMPLERS,
     "prefix_weighting": PREFIX_WEIGHTINGS,
@@ -51,6 +52,7 @@ COUNTS = (
     "dry_run_ranks",
     "logging_steps",
     "score_chunk_rows",
+    "mlp_tile_tokens",
 )
 
 
@@ -190,6 +192,14 @@ def test_sizes_are_whole_numbers_of_at_least_one(key, value):
     refused(rf"^{key} is {value!r}; it must be a whole number of at least 1\.$", **{key: value})
 
 
+def test_a_hang_is_seen_before_a_collective_gives_up():
+    refused(r"^step_timeout_s is 1800, but ddp_timeout is 1800; make ddp_timeout longer", step_timeout_s=1800)
+    refused(r"^step_timeout_s is -1; it must be a number in \[0, inf\)", step_timeout_s=-1)
+    refused(r"^ddp_timeout is 0; it must be a whole number of at least 1", ddp_timeout=0)
+    refused(r"^non_finite_limit is -1; it must be a whole number of at least 0", non_finite_limit=-1)
+    assert StochDPOConfig(step_timeout_s=0, ddp_timeout=1).step_timeout_s == 0
+
+
 def test_a_pair_needs_two_tokens():
     refused(r"^max_length is 1; a pair needs one prompt and one response token: set 2 or more\.$", max_length=1)
     assert StochDPOConfig(max_length=2).max_length == 2
@@ -267,6 +277,8 @@ DEFAULTS = {
     "reference": "cached",
     "truncation_mode": "keep_end",
     "gradient_checkpointing": False,
+    "activation_offload": False,
+    "mlp_tile_tokens": None,
     "attn_implementation": "auto",
     "report_to": "none",
     "max_steps": -1,
@@ -337,7 +349,7 @@ def test_a_column_mapping_gives_our_names_once_each(value, match):
 
 
 SWITCHES = ("overwrite_output_dir", "dry_run", "gradient_checkpointing", "share_prompt", "share_response_start",
-            "log_draws", "score_recompute", "streaming", "bf16")  # fmt: skip
+            "log_draws", "score_recompute", "streaming", "bf16", "activation_offload")  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SWITCHES)
@@ -369,6 +381,11 @@ def test_a_reference_model_needs_a_reference():
     refused(
         r"^ref_model_name_or_path is other, but reference is none", reference="none", ref_model_name_or_path="other"
     )
+
+
+def test_offload_needs_recomputed_layers():
+    refused(r"^activation_offload is true, but gradient_checkpointing is false", activation_offload=True)
+    assert StochDPOConfig(activation_offload=True, gradient_checkpointing=True).activation_offload
 
 
 def test_evaluation_needs_held_out_pairs():

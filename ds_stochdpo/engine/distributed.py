@@ -25,6 +25,8 @@ from ds_stochdpo.engine.compiled_ops import skip_cpu_comm_build
 from ds_stochdpo.errors import StochDPOError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+JOIN_TIMEOUT = timedelta(days=7)
+"""Wait for the other ranks to come: those of a machine that has still to tokenise may come hours after the others."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 _T = TypeVar("_T")
 _calls = itertools.count()
@@ -47,16 +49,26 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     """Join the job's process group, or make one of a single process. Collective; does nothing if it exists.
 
     Args:
-        timeout: Longest wait in one collective before the job ends with an error.
+        timeout: Longest wait in one collective before the job ends with an error. Joining may take longer.
     """
     _single_process_defaults()
     skip_cpu_comm_build()
     if not dist.is_initialized():
         # A gloo process whose group still stands aborts at random on exit.
         atexit.register(_end_process_group)
-        deepspeed.init_distributed(timeout=timeout, verbose=False)
+        deepspeed.init_distributed(timeout=JOIN_TIMEOUT, verbose=False)
+        _limit_collectives(timeout)
         if get_accelerator().device_name() != "cpu":
             get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _limit_collectives(timeout: timedelta) -> None:
+    """Torch has one timeout for joining and for collectives, and its setter passes over groups that are debugged."""
+    group = dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend into one that checks every call.
+        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 def _end_process_group() -> None:

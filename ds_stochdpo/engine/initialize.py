@@ -75,11 +75,19 @@ def initialize(
                 "and an update of less than about 1/500 of a weight is lost."
             )
     scoring = ScoringOptions(config.score_chunk_rows, config.score_recompute)
-    two_lane = TwoLaneModel(model, backend, scoring, gradient_checkpointing=config.gradient_checkpointing)
+    two_lane = TwoLaneModel(
+        model,
+        backend,
+        scoring,
+        gradient_checkpointing=config.gradient_checkpointing,
+        activation_offload=config.activation_offload,
+        mlp_tile_tokens=config.mlp_tile_tokens,
+    )
     ds = fill_model_sizes(ds, model.config.hidden_size)
     engine = StochDPOEngine(_wrap(two_lane, config, ds, lr_scheduler), two_lane, config, ds, ranks, backend_name)
     if ref_model is not None:
-        engine.reference = FrozenReference(TwoLaneModel(ref_model, backend, scoring), frozen_settings(ds))
+        reference = TwoLaneModel(ref_model, backend, scoring, mlp_tile_tokens=config.mlp_tile_tokens)
+        engine.reference = FrozenReference(reference, frozen_settings(ds))
     return engine
 
 

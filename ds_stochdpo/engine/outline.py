@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ class ModelOutline:
         """Weights of the model; tied ones count once."""
         return sum(parameter.numel() for parameter in self.lm.parameters())
 
+    def rebuilt(self) -> PreTrainedModel:
+        """Another model of the same config on the meta device, for whoever will change it."""
+        return _on_meta(copy.deepcopy(self.lm.config))
+
 
 def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutline:
     """Build a model on the meta device without reaching the network.
@@ -50,7 +55,7 @@ def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutl
     if not model_name_or_path:
         raise ConfigError("model_name_or_path is empty; name a folder or a hub model.")
     try:
-        model_config = AutoConfig.from_pretrained(model_name_or_path, local_files_only=True)
+        model_config = AutoConfig.from_pretrained(model_name_or_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if config_file is None:
             raise ConfigError(
@@ -61,8 +66,7 @@ def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutl
     else:
         source, tokenizer = model_name_or_path, _tokenizer_on_disk(model_name_or_path)
     try:
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(model_config)
+        lm = _on_meta(model_config)
     except ValueError as error:
         raise ConfigError(
             f"{source}: transformers builds no causal LM from it: {str(error).splitlines()[0]}"
@@ -70,12 +74,18 @@ def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutl
     return ModelOutline(lm, source, tokenizer)
 
 
+def _on_meta(model_config: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(model_config)
+    return lm
+
+
 def _tokenizer_on_disk(model_name_or_path: str) -> PreTrainedTokenizerBase | None:
     if Path(model_name_or_path).is_dir():
         # A folder is whole or wrong; of a hub model the cache may hold the config alone.
         return load_tokenizer(model_name_or_path)
     try:
-        return AutoTokenizer.from_pretrained(model_name_or_path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model_name_or_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_stochdpo.errors import ConfigError, ModelError
-from ds_stochdpo.model.tiles import causal_tiles, softcap_attention
+from ds_stochdpo.model.tiles import CausalTile, attend_in_tiles, causal_tiles, softcap_attention
 from ds_stochdpo.packing.segments import AttentionSegments
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,8 @@ def sdpa_backend(
         outputs = [_segment_sdpa(q, k, v, scale, window) for q, k, v in parts]
     else:
         outputs = [softcap_attention(q, k, v, scale, window, softcap) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return output.transpose(1, 2)
 
 
 def _segment_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -157,13 +158,15 @@ def _segment_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, windo
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
     # is_causal aligns at the first key, so unequal lengths need a mask; tiles of queries keep it small.
     tile = max(1, MASK_ELEMENTS // num_k)
-    outputs = [
-        F.scaled_dot_product_attention(
-            query[:, :, queries], key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scale, enable_gqa=gqa
-        )
-        for queries, keys, mask in causal_tiles(num_q, num_k, window, tile, query.device)
-    ]
-    return torch.cat(outputs, dim=2)
+    tiles = causal_tiles(num_q, num_k, window, tile)
+    # The mask of one tile is small; those of a long segment would add up to all its queries times all its keys.
+    return attend_in_tiles(_masked_sdpa, tiles, query, key, value, scale, rebuild=len(tiles) > 1)
+
+
+def _masked_sdpa(query: Tensor, key: Tensor, value: Tensor, tile: CausalTile, scale: float) -> Tensor:
+    gqa = query.shape[1] != key.shape[1]
+    mask = tile.mask(query.device)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
 
 
 def flash_backend(varlen_func: Callable[..., Tensor]) -> Backend:

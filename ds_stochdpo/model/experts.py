@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ds_stochdpo.model.two_lane import LaneState
+    from ds_stochdpo.model.lane_state import LaneState
 
 
 def balance_loss(sums: Tensor) -> float:

@@ -25,6 +25,7 @@ class Family:
         rotary: Rotary embedding module; empty where positions are embedded.
         rotary_by_layer_type: The rotary module is called once for each type in `config.layer_types`.
         norm_keeps_rows: The model's forward reshapes the norm's output, so it must keep its length.
+        mlp: Feed-forward block, or router and experts together, as a path below a layer.
         ffn_matrices: Matrices of the feed-forward block: 3 if gated, else 2.
         ends_in_product: A layer ends in its last feed-forward matrix and the residual sum, with nothing between them.
         embedding_multiplier: Setting the model's forward multiplies the embedding by, outside the embedding module.
@@ -41,6 +42,7 @@ class Family:
     rotary: str = "rotary_emb"
     rotary_by_layer_type: bool = False
     norm_keeps_rows: bool = False
+    mlp: str = "mlp"
     ffn_matrices: int = 3
     ends_in_product: bool = True
     embedding_multiplier: str = ""

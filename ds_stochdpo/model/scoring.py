@@ -1,7 +1,8 @@
-"""Log-probs of given tokens from hidden states, a chunk of rows at a time.
+"""Log-probs of given tokens from hidden states, a tile of rows and vocabulary at a time.
 
-No tensor of [rows, vocab] larger than one chunk exists in forward or backward. Shape letters: K rows, D hidden,
-V vocabulary. Entry: `chunked_logps`, `ScoringHead`.
+No tensor of [rows, vocab] larger than one tile exists in forward or backward, so memory grows neither with the rows nor
+with the vocabulary. Shape letters: K rows, R rows of one chunk, D hidden, V vocabulary. Entry: `chunked_logps`,
+`ScoringHead`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_stochdpo.pruning.memory import VOCAB_TILE
+
 
 @dataclass(frozen=True)
 class ScoringOptions:
@@ -19,7 +22,8 @@ class ScoringOptions:
 
     Attributes:
         chunk_rows: Rows at once.
-        recompute: Rebuild each chunk's softmax in the backward pass; False keeps all of them: K x V values.
+        recompute: Rebuild each tile's softmax in the backward pass; False keeps all of them, K x V values in the
+            dtype of the hidden states, and cuts tiles by rows alone.
         logit_scale: Factor on the logits.
         logit_softcap: c in c * tanh(logits / c); None: no cap.
     """
@@ -31,59 +35,77 @@ class ScoringOptions:
 
 
 class _ChunkedLogps(torch.autograd.Function):
-    """d logp_k / d logits_k = onehot(target_k) - softmax(logits_k), chunk by chunk."""
+    """d logp_k / d logits_k = onehot(target_k) - softmax(logits_k), tile by tile."""
 
     @staticmethod
     def forward(ctx: Any, hidden_KD: Tensor, weight: Tensor, target_K: Tensor, options: ScoringOptions) -> Tensor:
+        # Each tile of the vocabulary looks for targets inside itself; one that is in no tile is refused here.
+        weight.detach()[:, 0].index_select(0, target_K)
+        keeps = not options.recompute and any(ctx.needs_input_grad[:2])
         out_dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
         logp_K = torch.empty(len(hidden_KD), dtype=out_dtype, device=hidden_KD.device)
+        log_norm_K = torch.empty_like(logp_K)
         kept: list[Tensor] = []
-        keeps = not options.recompute and any(ctx.needs_input_grad[:2])
-        for rows in _chunks(len(hidden_KD), options.chunk_rows):
-            logits = _logits(hidden_KD[rows], weight, options)
-            log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-            logp_K[rows] = (logits.gather(-1, target_K[rows, None]) - log_norm).squeeze(-1)
-            if keeps:
-                kept.append(_slope(logits, log_norm, target_K[rows], options))
+        for rows in _tiles(len(hidden_KD), options.chunk_rows):
+            logit_R = torch.full_like(logp_K[rows], -torch.inf)
+            log_norm_R = logit_R.clone()
+            for vocab in _tiles(len(weight), len(weight) if keeps else VOCAB_TILE):
+                logits = _logits(hidden_KD[rows], weight[vocab], options)
+                index, is_inside = _inside(target_K[rows], vocab)
+                logit_R = torch.where(is_inside, logits.gather(-1, index).squeeze(-1), logit_R)
+                log_norm_R = torch.logaddexp(log_norm_R, torch.logsumexp(logits, dim=-1))
+                if keeps:
+                    slope = _slope(logits, log_norm_R, target_K[rows], vocab, options)
+                    kept.append(slope.to(hidden_KD.dtype))
+            logp_K[rows] = logit_R - log_norm_R
+            log_norm_K[rows] = log_norm_R
         ctx.options = options
-        ctx.save_for_backward(hidden_KD, weight, target_K, *kept)
+        ctx.save_for_backward(hidden_KD, weight, target_K, log_norm_K, *kept)
         return logp_K
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (grad_K,) = grads
-        hidden_KD, weight, target_K, *kept = ctx.saved_tensors
+        hidden_KD, weight, target_K, log_norm_K, *kept = ctx.saved_tensors
         options: ScoringOptions = ctx.options
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_KD) if wants_hidden else None
-        # Chunks add up in fp32 even for 16-bit weights, or the sum would depend on the chunk count.
+        # Tiles add up in fp32 even for 16-bit weights, or the sum would depend on their number.
         grad_weight = torch.zeros_like(weight, dtype=grad_K.dtype) if wants_weight else None
-        for i, rows in enumerate(_chunks(len(hidden_KD), options.chunk_rows)):
-            if kept:
-                slope = kept[i]
-            else:
-                logits = _logits(hidden_KD[rows], weight, options)
-                log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-                slope = _slope(logits, log_norm, target_K[rows], options)
-            slope = (slope * grad_K[rows, None]).to(hidden_KD.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = slope @ weight
-            if grad_weight is not None:
-                if grad_weight.dtype == slope.dtype:
-                    grad_weight.addmm_(slope.T, hidden_KD[rows])
+        for i, rows in enumerate(_tiles(len(hidden_KD), options.chunk_rows)):
+            hidden_RD, factor = hidden_KD[rows], grad_K[rows, None]
+            # The incoming gradient goes to rows of the width of the model, not to those of the vocabulary.
+            scaled_RD = (hidden_RD * factor).to(hidden_KD.dtype)
+            grad_RD = torch.zeros_like(hidden_RD, dtype=grad_K.dtype)
+            for vocab in _tiles(len(weight), len(weight) if kept else VOCAB_TILE):
+                if kept:
+                    slope = kept[i]
                 else:
-                    grad_weight += slope.T @ hidden_KD[rows]
+                    logits = _logits(hidden_RD, weight[vocab], options)
+                    slope = _slope(logits, log_norm_K[rows], target_K[rows], vocab, options).to(hidden_KD.dtype)
+                if wants_hidden:
+                    _add_product(grad_RD, slope, weight[vocab])
+                if grad_weight is not None:
+                    _add_product(grad_weight[vocab], slope.T, scaled_RD)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad_RD.mul_(factor)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
-    return [slice(i, min(i + chunk_rows, num_rows)) for i in range(0, num_rows, chunk_rows)]
+def _tiles(length: int, tile: int) -> list[slice]:
+    return [slice(i, min(i + tile, length)) for i in range(0, length, tile)]
 
 
-def _logits(hidden_KD: Tensor, weight: Tensor, options: ScoringOptions) -> Tensor:
-    """Logits of one chunk in at least fp32, scaled and capped."""
+def _inside(target_R: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
+    """Column of each target in a tile of the vocabulary [R, 1], any column for others, and which are inside [R]."""
+    is_inside = (target_R >= vocab.start) & (target_R < vocab.stop)
+    return (target_R.clamp(vocab.start, vocab.stop - 1) - vocab.start)[:, None], is_inside
+
+
+def _logits(hidden_RD: Tensor, weight: Tensor, options: ScoringOptions) -> Tensor:
+    """Logits of one tile in at least fp32, scaled and capped."""
     # matmul, not F.linear: ZeRO-3 replaces F.linear for the whole process by a version that saves its inputs.
-    logits = hidden_KD @ weight.T
+    logits = hidden_RD @ weight.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if options.logit_scale != 1.0:
         logits *= options.logit_scale
@@ -92,18 +114,26 @@ def _logits(hidden_KD: Tensor, weight: Tensor, options: ScoringOptions) -> Tenso
     return logits
 
 
-def _slope(logits: Tensor, log_norm: Tensor, target_K: Tensor, options: ScoringOptions) -> Tensor:
-    """Slope of the log-probs of one chunk in hidden @ weight.T."""
+def _slope(logits: Tensor, log_norm_R: Tensor, target_R: Tensor, vocab: slice, options: ScoringOptions) -> Tensor:
+    """Slope of the log-probs of one tile in hidden @ weight.T, in the memory of `logits`."""
     cap_slope = None
     if options.logit_softcap is not None:
         cap_slope = 1 - (logits / options.logit_softcap) ** 2
-    slope = (logits - log_norm).exp_().neg_()
-    slope.scatter_add_(-1, target_K[:, None], torch.ones_like(log_norm))
+    slope = logits.sub_(log_norm_R[:, None]).exp_().neg_()
+    index, is_inside = _inside(target_R, vocab)
+    slope.scatter_add_(-1, index, is_inside[:, None].to(slope.dtype))
     if cap_slope is not None:
         slope *= cap_slope
     if options.logit_scale != 1.0:
         slope *= options.logit_scale
     return slope
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def chunked_logps(hidden_KD: Tensor, weight: Tensor, target_K: Tensor, options: ScoringOptions) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,55 +22,11 @@ from ds_stochdpo.errors import ModelError
 from ds_stochdpo.model.attention import ATTENTION_NAME, Backend, LaneCall
 from ds_stochdpo.model.experts import TwoLaneExperts, TwoLaneRouter, balance_loss
 from ds_stochdpo.model.families import Family, family_of, rotary_limit
+from ds_stochdpo.model.lane_state import LaneState
+from ds_stochdpo.model.mlp import TwoLaneMLP
+from ds_stochdpo.model.offload import HostOffload
 from ds_stochdpo.model.scoring import ScoringHead, ScoringOptions
 from ds_stochdpo.packing.lanes import LaneLayout
-
-
-class LaneState:
-    """The frozen lane on its way through one forward, shared by all two-lane modules of a model.
-
-    Attributes:
-        backend: Attention kernel.
-        checkpoints_live: Recompute the layers of the live lane in the backward pass.
-        layout: The micro-batch; set only during a forward.
-        frozen_hidden: Hidden states of the frozen lane [1, T, D].
-        frozen_rotary: Rotary embedding of the frozen lane's positions, keyed by layer type (None: all layers).
-        frozen_rows_KD: Normed hidden states to score without gradient.
-        counts_routing: Routers add to `routing_sums` what they choose.
-        routing_sums: See `balance_loss`; outlives a forward, until it is taken.
-    """
-
-    def __init__(self, backend: Backend, checkpoints_live: bool) -> None:
-        self.backend = backend
-        self.checkpoints_live = checkpoints_live
-        self._layout: LaneLayout | None = None
-        self.counts_routing = False
-        self.routing_sums: Tensor | None = None
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the micro-batch and every tensor of it."""
-        self._layout = None
-        self.counts_routing = False
-        self.frozen_hidden: Tensor | None = None
-        self.frozen_rotary: dict[str | None, Any] = {}
-        self.frozen_rows_KD: Tensor | None = None
-
-    @property
-    def layout(self) -> LaneLayout:
-        """The micro-batch that is being run."""
-        if self._layout is None:
-            raise ModelError("two-lane modules run only inside TwoLaneModel.forward.")
-        return self._layout
-
-    @contextmanager
-    def running(self, layout: LaneLayout) -> Iterator[None]:
-        """Hold `layout` for the time of one forward."""
-        self._layout = layout
-        try:
-            yield
-        finally:
-            self.clear()
 
 
 class TwoLaneEmbedding:
@@ -139,7 +95,8 @@ class TwoLaneLayer:
 
         if state.checkpoints_live and torch.is_grad_enabled():
             # Nothing random is drawn inside a layer, so the RNG state need not be kept for the recomputation.
-            output = checkpoint(run_live, hidden, use_reentrant=False, preserve_rng_state=False)
+            with state.offload.saving(hidden) if state.offload else nullcontext():
+                output = checkpoint(run_live, hidden, use_reentrant=False, preserve_rng_state=False)
         else:
             output = run_live(hidden)
         call.is_open = False
@@ -199,6 +156,8 @@ class TwoLaneModel(nn.Module):
         scoring: ScoringOptions | None = None,
         *,
         gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
+        mlp_tile_tokens: int | None = None,
     ) -> None:
         """Turn `lm` into its two-lane form in place.
 
@@ -207,13 +166,16 @@ class TwoLaneModel(nn.Module):
             backend: Attention kernel from `choose_backend`.
             scoring: How rows meet the head; soft cap and scale are taken from the model's config.
             gradient_checkpointing: Recompute the live lane's layers in the backward pass.
+            activation_offload: Keep the inputs of these layers in host memory until then; on the CPU, nothing changes.
+            mlp_tile_tokens: Tokens of a lane that meet a feed-forward block at once; None: all.
 
         Raises:
             ModelError: If the model's family or settings cannot be run in two lanes.
         """
         super().__init__()
         self.family = family_of(lm)
-        self.lane_state = LaneState(backend, gradient_checkpointing)
+        offload = HostOffload() if activation_offload else None
+        self.lane_state = LaneState(backend, gradient_checkpointing, offload, mlp_tile_tokens)
         self.layer_class = _convert(lm, self.family, self.lane_state, scoring or ScoringOptions())
         self.lm = lm
 
@@ -303,7 +265,7 @@ def _convert(lm: PreTrainedModel, family: Family, state: LaneState, scoring: Sco
     layers = [_swap(layer, TwoLaneLayer, state) for layer in base.get_submodule(family.layers).children()]
     for layer, layer_type in zip(layers, _layer_types(lm, family), strict=True):
         layer.rotary_type = layer_type
-        for path, mixin in ((family.router, TwoLaneRouter), (family.experts, TwoLaneExperts)):
+        for path, mixin in ((family.mlp, TwoLaneMLP), (family.router, TwoLaneRouter), (family.experts, TwoLaneExperts)):
             part = dict(layer.named_modules()).get(path) if path else None
             if part is not None:
                 _swap(part, mixin, state)

@@ -10,7 +10,7 @@ METHOD.md beside this file holds the numbered equations and says what is unbiase
 """
 
 from ds_stochdpo.pruning.branches import draw_branches
-from ds_stochdpo.pruning.cost import ModelShape, PairLengths, PairTokens, pair_cost
+from ds_stochdpo.pruning.cost import AttentionCount, ModelShape, PairLengths, PairTokens, pair_cost
 from ds_stochdpo.pruning.counter import count_flops
 from ds_stochdpo.pruning.draws import BranchDraw, PairDraw, draw_pairs, draw_response, full_draw
 from ds_stochdpo.pruning.objective import (
@@ -25,6 +25,7 @@ from ds_stochdpo.pruning.rng import Purpose, permutation, uniform
 from ds_stochdpo.pruning.work import StepWork, Variant, expected_step_work, ladder, step_work
 
 __all__ = [
+    "AttentionCount",
     "BranchDraw",
     "ModelShape",
     "PairDraw",

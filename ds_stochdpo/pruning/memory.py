@@ -1,9 +1,7 @@
-"""Bytes that one rank holds: weights, gradients and optimizer under ZeRO, activations and the output head.
+"""Bytes of a model's state on one rank: weights, gradients and optimizer under ZeRO.
 
-Arithmetic only. The state of the model is exact up to padding (measured in DeepSpeed 0.19.8); activations are a model
-of what autograd keeps, good to some tens of percent. Left out: communication buckets, ZeRO-3's small weights that
-stay whole, what the allocator wastes, and the device's own context. Entry: `model_state`, `activation_bytes`,
-`head_bytes`.
+Arithmetic only, exact up to padding (measured in DeepSpeed 0.19.8). Left out: communication buckets, ZeRO-3's small
+weights that stay whole, what the allocator wastes, and the device's own context. Entry: `model_state`.
 """
 
 from __future__ import annotations
@@ -14,8 +12,10 @@ from ds_stochdpo.pruning.cost import ModelShape
 
 MASTER_BYTES = 4
 """A master weight, an optimizer moment and a log-prob are fp32."""
-CHUNK_BYTES = 12
-"""Of one logit in a chunk at its peak: the logit, the softmax and its gradient, each fp32."""
+VOCAB_TILE = 8192
+"""Columns of the vocabulary that meet a chunk of rows at once; a tile of 256 rows stays in the cache of a CPU core."""
+TILE_BYTES = 8
+"""Of one logit in a tile at its peak: fp32 twice, or once beside its 16-bit form."""
 
 
 @dataclass(frozen=True)
@@ -96,64 +96,39 @@ def _held(num_bytes: int, is_on_host: bool) -> Held:
     return Held(host=num_bytes) if is_on_host else Held(num_bytes)
 
 
-def activation_bytes(
-    shape: ModelShape, *, live_tokens: int, frozen_tokens: int, weight_bytes: int, checkpointing: bool
-) -> int:
-    """Activations of the decoder layers at the peak of one micro-batch.
-
-    A live token keeps, in each layer, about 6 rows of the model's width, 2 of the keys' and 4 of the feed-forward
-    block. With checkpointing it keeps one row a layer, and the rest of one layer at a time. A frozen
-    token keeps nothing behind the layer it is in.
-
-    Args:
-        shape: The model.
-        live_tokens: Tokens run with gradient.
-        frozen_tokens: Tokens run without.
-        weight_bytes: 2 for bf16, 4 for fp32.
-        checkpointing: Whether layers of the live lane are recomputed in the backward pass.
-
-    Returns:
-        Bytes, without the output head. A model of what is kept, not a bound.
-
-    Source: our derivation; within a quarter of what autograd saves in a small Llama and GPT-2 (tests).
-    """
-    hidden, ffn, kv_width = shape.hidden, shape.ffn, shape.kv_heads * shape.head_dim
-    layer = weight_bytes * (6 * hidden + 2 * kv_width + 4 * ffn)
-    if checkpointing:
-        # The input of every layer is kept in the dtype of the weights.
-        live = weight_bytes * hidden * shape.layers + layer
-    else:
-        live = layer * shape.layers
-    frozen = weight_bytes * (4 * hidden + 2 * ffn)
-    return live_tokens * live + frozen_tokens * frozen
-
-
-def head_bytes(
-    shape: ModelShape, *, live_rows: int, chunk_rows: int, recompute: bool, weight_bytes: int
+def recompute_peak(
+    shape: ModelShape,
+    *,
+    live_tokens: int,
+    weight_bytes: int,
+    mlp_tile_tokens: int,
+    chunk_rows: int,
+    offload: bool = False,
 ) -> dict[str, int]:
-    """Memory of the output head in its backward pass.
+    """Parts of the peak of a long micro-batch whose layers are recomputed, with feed-forward blocks in tiles.
+
+    In the backward pass of a layer a live token holds the rows that autograd keeps of it: two of each norm (of 16-bit
+    models four, for norms run in fp32), query, attention output, the sum between attention and feed-forward block, key
+    and value; the gradients of the layer's output and of the block's input; and its rotary embedding.
 
     Args:
-        shape: The model.
-        live_rows: Scored rows with gradient in one micro-batch.
-        chunk_rows: `score_chunk_rows`.
-        recompute: `score_recompute`; False keeps the slope of every row.
+        shape: The model, with two norms a layer.
+        live_tokens: Tokens run with gradient.
         weight_bytes: 2 for bf16, 4 for fp32.
+        mlp_tile_tokens: Tokens that meet a feed-forward block at once.
+        chunk_rows: `score_chunk_rows`.
+        offload: Whether the inputs of layers wait on the host, but for those of two layers.
 
     Returns:
-        Bytes of one chunk's logits, of slopes that are kept, and of the gradient of the head's matrix, which is summed
-        over the chunks in fp32 whatever the weights are.
+        Bytes by part; beside weights, gradients and optimizer. No part grows with the vocabulary, and none with the
+        feed-forward block times the tokens.
     """
-    matrix = shape.vocab * shape.hidden
-    # 16-bit weights: beside the fp32 sum, one chunk's product and then the rounded result.
-    beside = weight_bytes if weight_bytes < MASTER_BYTES else 0
+    norm_rows = 4 if weight_bytes < MASTER_BYTES else 2
+    widths = (2 * norm_rows + 5) * shape.hidden + 2 * (shape.kv_heads + 1) * shape.head_dim
+    inputs = min(2, shape.layers) if offload else shape.layers
     return {
-        "chunk": CHUNK_BYTES * shape.vocab * min(chunk_rows, live_rows),
-        "kept": 0 if recompute else MASTER_BYTES * shape.vocab * live_rows,
-        "gradient": (MASTER_BYTES + beside) * matrix if live_rows else 0,
+        "saved layer inputs": weight_bytes * live_tokens * shape.hidden * inputs,
+        "one layer": weight_bytes * live_tokens * widths,
+        "one feed-forward tile": weight_bytes * 6 * shape.ffn * min(mlp_tile_tokens, live_tokens),
+        "one head tile": TILE_BYTES * chunk_rows * min(VOCAB_TILE, shape.vocab),
     }
-
-
-def unchunked_logits_bytes(shape: ModelShape, *, rows: int) -> int:
-    """Logits of `rows` rows at once, which a head without chunks would hold."""
-    return CHUNK_BYTES * shape.vocab * rows

@@ -157,7 +157,7 @@ def ladder(
     everything = {key: value for cut in cuts.values() for key, value in cut.items()}
     variants = [
         Variant("stock", "padded", "full"),
-        Variant("stock, response head", "padded"),
+        Variant("stock + response head", "padded"),
         Variant("packed", "packed"),
         Variant("packed + branch", "packed", plan=PruningPlan(branch="single")),
         Variant("exact"),

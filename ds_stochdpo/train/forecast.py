@@ -1,11 +1,12 @@
 """What a plan will run, from the draws of a few optimizer steps: tokens, work and the largest micro-batch.
 
 Nothing is estimated here that can be drawn: the draws, shares and micro-batches are those the engine would make.
-Entry: `forecast`.
+Entry: `forecast`, `variant_of`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,58 +14,106 @@ import numpy as np
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data import PreferencePair, epoch_order, step_batches
-from ds_stochdpo.packing import BatchLimits, assign_to_ranks, cut_micro_batches, draw, lane_tokens, pair_tokens
-from ds_stochdpo.pruning import ModelShape, PairDraw, PairTokens, pair_cost
+from ds_stochdpo.packing import (
+    BatchLimits,
+    assign_to_ranks,
+    cut_micro_batches,
+    draw,
+    lane_tokens,
+    pair_lengths,
+    pair_tokens,
+)
+from ds_stochdpo.pruning import AttentionCount, ModelShape, PairDraw, StepWork, Variant, pair_cost, step_work
 
 MOST_STEPS = 16
 """Optimizer steps that are drawn at most."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Pairs of one micro-batch of one rank, and what was drawn for them."""
+
+    pairs: tuple[PreferencePair, ...]
+    draws: tuple[PairDraw, ...]
+    work: StepWork
+
+
+@dataclass(frozen=True, eq=False)
 class Forecast:
     """Means over the pairs of the drawn steps, and the largest micro-batch of any rank.
 
     Attributes:
         num_pairs: Pairs that were drawn.
-        executed: Tokens run a pair, a shared prompt once.
-        backward: Tokens run with gradient a pair.
-        scored: Positions that meet the head a pair.
-        flops: Work a pair, without activation checkpointing.
-        stock_tokens: Tokens that stock DPO without padding runs a pair, all of them with gradient.
-        stock_scored: Positions that stock DPO scores a pair.
-        stock_flops: Work of stock DPO a pair.
+        work: Operations and tokens a pair.
+        imbalance: Work of the busiest rank over the mean of the ranks, as a mean over steps.
         micro_batches: Most micro-batches of a rank in one optimizer step.
-        live_tokens: Tokens with gradient of the largest micro-batch.
-        frozen_tokens: Tokens without gradient of that one.
-        live_rows: Most rows with gradient that meet the head in one micro-batch.
+        largest: The micro-batch with the most tokens that are back-propagated.
     """
 
     num_pairs: int
-    executed: float
-    backward: float
-    scored: float
-    flops: float
-    stock_tokens: float
-    stock_scored: float
-    stock_flops: float
+    work: StepWork
+    imbalance: float
     micro_batches: int
-    live_tokens: int
-    frozen_tokens: int
-    live_rows: int
+    largest: MicroBatch
 
 
-def assumed_pairs(config: StochDPOConfig, max_length: int, count: int) -> list[PreferencePair]:
-    """Pairs that fill `max_length`: the longest prompt allowed, or half of it, and two responses of the rest."""
-    prompt = min(config.max_prompt_length or max_length // 2, max_length - 1)
-    response = max_length - prompt
+def variant_of(config: StochDPOConfig, name: str = "") -> Variant:
+    """How a run with these settings executes a batch."""
+    return Variant(
+        name,
+        "shared" if config.share_prompt else "packed",
+        plan=config.pruning,
+        gradient_checkpointing=config.gradient_checkpointing,
+        score_recompute=config.score_recompute,
+        reference=config.reference,
+        share_response_start=config.share_response_start,
+    )
+
+
+def stock_of(config: StochDPOConfig) -> Variant:
+    """How stock DPO executes a batch of such a run: padded, concatenated, with logits of every row."""
+    return Variant(
+        "stock", "padded", "full", gradient_checkpointing=config.gradient_checkpointing, reference=config.reference
+    )
+
+
+def settings_for(config: StochDPOConfig, variant: Variant) -> StochDPOConfig:
+    """Settings of the run whose batches are executed as a variant that is not padded."""
+    return dataclasses.replace(
+        config,
+        **dataclasses.asdict(variant.plan),
+        share_prompt=variant.layout == "shared",
+        share_response_start=variant.share_response_start,
+        gradient_checkpointing=variant.gradient_checkpointing,
+        score_recompute=variant.score_recompute,
+        reference=variant.reference,
+    )
+
+
+def assumed_pairs(prompt: int, chosen: int, rejected: int, count: int) -> list[PreferencePair]:
+    """Pairs of given lengths whose responses differ from their first token on, so that none of it is shared."""
     ids = np.zeros(prompt, dtype=np.int64)
-    # The responses differ from their first token on, so none of them counts as shared.
-    chosen, rejected = np.zeros(response, dtype=np.int64), np.ones(response, dtype=np.int64)
-    return [PreferencePair(i, ids, chosen, rejected, "assumed") for i in range(count)]
+    return [
+        PreferencePair(i, ids, np.zeros(chosen, dtype=np.int64), np.ones(rejected, dtype=np.int64), "assumed")
+        for i in range(count)
+    ]
+
+
+def assumed_lengths(config: StochDPOConfig, max_length: int) -> tuple[int, int]:
+    """Prompt and response that fill `max_length`: the longest prompt allowed, or half of it, and the rest."""
+    prompt = min(config.max_prompt_length or max_length // 2, max_length - 1)
+    return prompt, max_length - prompt
 
 
 def forecast(
-    pairs: Sequence[PreferencePair], config: StochDPOConfig, shape: ModelShape, *, world_size: int
+    pairs: Sequence[PreferencePair],
+    config: StochDPOConfig,
+    shape: ModelShape,
+    *,
+    world_size: int,
+    variant: Variant | None = None,
+    attention: AttentionCount = "causal",
+    recomputes_all: bool = False,
 ) -> Forecast:
     """Draw the first optimizer steps of a run and count what they hold.
 
@@ -73,6 +122,10 @@ def forecast(
         config: Settings with batch sizes resolved.
         shape: The model.
         world_size: Ranks.
+        variant: How batches are executed; None: as the settings say. A padded one is cut by pairs alone, in their
+            order, as its collator does.
+        attention: See `step_work`.
+        recomputes_all: See `step_work`.
 
     Returns:
         The counts.
@@ -80,71 +133,77 @@ def forecast(
     assert config.per_device_train_batch_size is not None
     assert config.gradient_accumulation_steps is not None
     pairs_per_step = world_size * config.per_device_train_batch_size * config.gradient_accumulation_steps
+    variant = variant or variant_of(config)
+    if variant.layout != "padded":
+        config = settings_for(config, variant)
     windows = step_batches(epoch_order(len(pairs), config.seed, 0), pairs_per_step)[:MOST_STEPS]
-    tokens: list[PairTokens] = []
-    stock: list[PairTokens] = []
-    lanes: list[tuple[int, int]] = []
-    num_micro, largest = 0, [0, 0, 0]
+    total, num_pairs, num_micro, imbalances = StepWork(), 0, 0, []
+    largest: MicroBatch | None = None
     for step, window in enumerate(windows):
         chosen = [pairs[i] for i in window]
         draws = draw(chosen, config, epoch=0, step=step)
-        step_tokens, step_lanes = _count(chosen, draws, config)
-        tokens += step_tokens
-        lanes += step_lanes
-        stock += [_stock(p) for p in chosen]
-        costs = [pair_cost(shape, t, share_prompt=config.share_prompt) for t in step_tokens]
-        for share in assign_to_ranks(costs, world_size):
-            limits = BatchLimits(config.per_device_train_batch_size, config.max_tokens_per_micro_batch)
-            cut = cut_micro_batches([sum(step_lanes[i]) for i in share], limits)
-            num_micro = max(num_micro, len(cut))
-            for micro in cut:
-                largest = max(largest, _size([share[i] for i in micro], step_tokens, step_lanes))
-    count = len(tokens)
-    return Forecast(
-        num_pairs=count,
-        executed=sum(live + frozen for live, frozen in lanes) / count,
-        backward=sum(live for live, _ in lanes) / count,
-        scored=sum(t.chosen_scored + t.rejected_scored for t in tokens) / count,
-        flops=sum(pair_cost(shape, t, share_prompt=config.share_prompt) for t in tokens) / count,
-        stock_tokens=sum(2 * t.prompt + t.chosen + t.rejected for t in stock) / count,
-        stock_scored=sum(t.chosen_scored + t.rejected_scored for t in stock) / count,
-        stock_flops=sum(pair_cost(shape, t, share_prompt=False) for t in stock) / count,
-        micro_batches=num_micro,
-        live_tokens=largest[0],
-        frozen_tokens=largest[1],
-        live_rows=largest[2],
-    )
+        rank_work = []
+        for share in _shares(chosen, draws, config, variant, shape, world_size):
+            micros = [
+                _micro_batch([chosen[i] for i in micro], [draws[i] for i in micro], variant, shape,
+                             attention=attention, recomputes_all=recomputes_all)
+                for micro in share
+            ]  # fmt: skip
+            largest = max(filter(None, [largest, *micros]), key=_size, default=None)
+            num_micro = max(num_micro, len(micros))
+            own = sum((micro.work for micro in micros), StepWork())
+            rank_work.append(own.total)
+            total += own
+        num_pairs += len(chosen)
+        imbalances.append(max(rank_work) * world_size / sum(rank_work))
+    assert largest is not None
+    return Forecast(num_pairs, total.scaled(1 / num_pairs), float(np.mean(imbalances)), num_micro, largest)
 
 
-def _count(
-    pairs: Sequence[PreferencePair], draws: Sequence[PairDraw], config: StochDPOConfig
-) -> tuple[list[PairTokens], list[tuple[int, int]]]:
-    """Tokens of each drawn pair, and its (live, frozen) tokens."""
-    tokens, lanes = [], []
-    for pair, drawn in zip(pairs, draws, strict=True):
-        tokens.append(pair_tokens(pair, drawn, share_response_start=config.share_response_start))
-        own = lane_tokens(
-            pair, drawn, share_prompt=config.share_prompt, share_response_start=config.share_response_start
+def _size(micro: MicroBatch) -> tuple[float, float, float]:
+    return micro.work.tokens_backward, micro.work.tokens_executed, micro.work.tokens_scored
+
+
+def _shares(
+    pairs: Sequence[PreferencePair],
+    draws: Sequence[PairDraw],
+    config: StochDPOConfig,
+    variant: Variant,
+    shape: ModelShape,
+    world_size: int,
+) -> list[list[list[int]]]:
+    """Micro-batches of every rank, as indices of pairs."""
+    assert config.per_device_train_batch_size is not None
+    most = config.per_device_train_batch_size
+    if variant.layout == "padded":
+        ranks = [list(range(rank, len(pairs), world_size)) for rank in range(world_size)]
+        return [[own[i : i + most] for i in range(0, len(own), most)] for own in ranks]
+    shares = {"share_prompt": config.share_prompt, "share_response_start": config.share_response_start}
+    tokens = [lane_tokens(p, d, **shares).total for p, d in zip(pairs, draws, strict=True)]
+    costs = [
+        pair_cost(
+            shape,
+            pair_tokens(p, d, share_response_start=config.share_response_start),
+            share_prompt=config.share_prompt,
         )
-        lanes.append((own.live, own.frozen))
-    return tokens, lanes
+        for p, d in zip(pairs, draws, strict=True)
+    ]
+    limits = BatchLimits(most, config.max_tokens_per_micro_batch)
+    return [
+        [[own[i] for i in micro] for micro in cut_micro_batches([tokens[i] for i in own], limits)]
+        for own in assign_to_ranks(costs, world_size)
+    ]
 
 
-def _stock(pair: PreferencePair) -> PairTokens:
-    return PairTokens(
-        prompt=len(pair.prompt_ids),
-        chosen=len(pair.chosen_ids),
-        rejected=len(pair.rejected_ids),
-        chosen_scored=len(pair.chosen_ids),
-        rejected_scored=len(pair.rejected_ids),
-    )
-
-
-def _size(micro: Sequence[int], tokens: Sequence[PairTokens], lanes: Sequence[tuple[int, int]]) -> list[int]:
-    """(live tokens, frozen tokens, live rows) of one micro-batch."""
-    rows = sum(
-        (tokens[i].chosen_scored if tokens[i].kept != "rejected" else 0)
-        + (tokens[i].rejected_scored if tokens[i].kept != "chosen" else 0)
-        for i in micro
-    )
-    return [sum(lanes[i][0] for i in micro), sum(lanes[i][1] for i in micro), rows]
+def _micro_batch(
+    pairs: Sequence[PreferencePair],
+    draws: Sequence[PairDraw],
+    variant: Variant,
+    shape: ModelShape,
+    *,
+    attention: AttentionCount,
+    recomputes_all: bool,
+) -> MicroBatch:
+    lengths = [pair_lengths(pair) for pair in pairs]
+    work = step_work(shape, lengths, draws, variant, attention=attention, recomputes_all=recomputes_all)
+    return MicroBatch(tuple(pairs), tuple(draws), work)

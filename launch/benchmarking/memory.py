@@ -8,19 +8,16 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import resource
-import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarking.variants import Bench, BenchVariant
 from benchmarking.workload import Workload
 from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.model.rehearsal import TensorMeter
 from ds_stochdpo.pruning.counter import count_flops
 
 MIB = 2**20
@@ -33,7 +30,7 @@ class MemoryFigures:
     Attributes:
         peak_mib: Peak over all turns beyond what is held before a step (weights, gradients, optimizer state): of the
             resident set on CPU, of allocations on a GPU.
-        live_mib: Tensors of the step that live at once (`LiveBytes`), most over all turns.
+        live_mib: Tensors of the step that live at once (`TensorMeter`), most over all turns.
         flops: Floating-point operations of each turn, forward and backward, by torch's counter.
     """
 
@@ -74,49 +71,14 @@ def _work(
     peak = peak_memory_mib(bench.device) - base
     live_mib, flops = 0.0, []
     for turn in turns:
-        with count_flops() as counter, LiveBytes() as live:
+        with TensorMeter(bench.module(variant)) as meter:
             bench.step(variant, pairs, turn)
-        live_mib = max(live_mib, live.peak / MIB)
+        live_mib = max(live_mib, meter.peak_bytes / MIB)
+        # Apart: a second mode around a checkpointed layer keeps more of it alive.
+        with count_flops() as counter:
+            bench.step(variant, pairs, turn)
         flops.append(counter.get_total_flops())
     pipe.send(asdict(MemoryFigures(peak, live_mib, flops)))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made inside its context that are alive: kept for the backward pass, or temporary.
-
-    Deterministic, whatever the allocator does. Work buffers inside one operator are not seen.
-
-    Attributes:
-        peak: Most bytes alive at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._alive = 0
-        self._known = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator; storages of its inputs are older, those of its outputs may be new."""
-        kwargs = kwargs or {}
-        for tensor in _tensors((args, kwargs)):
-            self._known.setdefault(tensor.untyped_storage(), 0)
-        output = func(*args, **kwargs)
-        for tensor in _tensors(output):
-            storage = tensor.untyped_storage()
-            if storage not in self._known:
-                size = storage.nbytes()
-                self._known[storage] = size
-                self._alive += size
-                self.peak = max(self.peak, self._alive)
-                weakref.finalize(storage, self._release, size)
-        return output
-
-    def _release(self, size: int) -> None:
-        self._alive -= size
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def peak_memory_mib(device: torch.device, *, restart: bool = False) -> float:

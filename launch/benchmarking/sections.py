@@ -24,6 +24,7 @@ from benchmarking.variants import Bench, variant_of
 from benchmarking.workload import Workload, build_model, load_workload
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.model import ScoringOptions, chunked_logps
+from ds_stochdpo.model.rehearsal import TensorMeter
 
 FLAT_PAIRS = (4, 16, 64)
 FLAT_LENGTHS = (256, 1024, 4096)
@@ -123,8 +124,6 @@ def _step_without_attention(bench: Bench, variant: Any, batch: Workload, turn: i
 
 def measure_head(config: StochDPOConfig, num_layers: int, num_rounds: int) -> dict[str, Any]:
     """Forward and backward of the output head alone on 4,096 rows: full logits, chunks rebuilt, chunks kept."""
-    from benchmarking.memory import LiveBytes
-
     model = build_model(config, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     weight = model.get_output_embeddings().weight
     hidden = torch.randn(HEAD_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
@@ -151,9 +150,9 @@ def measure_head(config: StochDPOConfig, num_layers: int, num_rounds: int) -> di
                 seconds[name].append(time.perf_counter() - started)
     live = {}
     for name, work in forms.items():
-        with LiveBytes() as meter:
+        with TensorMeter(model) as meter:
             work()
-        live[name] = meter.peak
+        live[name] = meter.peak_bytes
     return {
         "rows": HEAD_ROWS,
         "vocab": weight.shape[0],

@@ -154,6 +154,10 @@ class Bench:
             for form, module in self._modules.items()
         }
 
+    def module(self, variant: BenchVariant) -> torch.nn.Module:
+        """What a variant runs."""
+        return self._modules[variant.form]
+
     def step(self, variant: BenchVariant, pairs: Sequence[PreferencePair], turn: int) -> MicroStep | Tensor:
         """One whole optimizer step: draws, packing, forward, backward, metrics, AdamW.
 

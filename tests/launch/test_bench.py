@@ -16,7 +16,6 @@ from tests.tiny import tiny_llama, tiny_tokenizer, write_pairs
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "launch"))
 
-from benchmarking.memory import LiveBytes  # noqa: E402
 from benchmarking.timing import ratio  # noqa: E402
 from benchmarking.variants import BASES, Bench, variant_of  # noqa: E402
 from benchmarking.workload import build_model, load_workload  # noqa: E402
@@ -91,17 +90,6 @@ def test_ratio_of_rounds():
     found = ratio([[4.0], [6.0], [8.0]], [[1.0, 3.0], [1.0, 1.0], [2.0, 2.0]])
     assert (found.median, found.low, found.high) == (4.0, 2.0, 6.0)
     assert found.mean == pytest.approx(6.0 / (5 / 3))
-
-
-def test_live_bytes_are_what_is_alive_at_once():
-    start = torch.zeros(10)
-    with LiveBytes() as meter:
-        first = start + 1
-        del first
-        second = start.view(2, 5) * 2
-        third = second.flatten() + 1
-    assert meter.peak == 80
-    assert third.shape == (10,)
 
 
 def test_record_keeps_its_schema(job):

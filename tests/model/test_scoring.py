@@ -7,7 +7,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_stochdpo.model import ScoringHead, ScoringOptions, chunked_logps
+from ds_stochdpo.model import ScoringHead, ScoringOptions, chunked_logps, scoring
+from tests.lifetimes import Lifetimes
 
 ROWS, DIM, VOCAB = 7, 5, 23
 OPTIONS = {
@@ -48,6 +49,21 @@ def test_chunks_equal_the_full_log_softmax(changes, chunk_rows, recompute):
     got = with_gradients(chunked_logps, *inputs(), options)
     want = with_gradients(full_logps, *inputs(), options)
     assert got[0].dtype == torch.float64
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("columns", [1, 5, VOCAB - 1, VOCAB])
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+def test_tiles_of_the_vocabulary_equal_the_full_log_softmax(monkeypatch, changes, columns):
+    monkeypatch.setattr(scoring, "VOCAB_TILE", columns)
+    options = ScoringOptions(3, **changes)
+    parts = inputs()
+    with Lifetimes(parts) as seen:
+        got = with_gradients(chunked_logps, *parts, options)
+    # Nothing holds rows x vocabulary but one tile: what else has two axes is as wide as the model.
+    assert max(s[0] * s[1] for s in seen.shapes if len(s) == 2 and DIM not in s) <= 3 * columns
+    want = with_gradients(full_logps, *inputs(), options)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

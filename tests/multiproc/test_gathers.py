@@ -23,6 +23,7 @@ class Run:
     tie: bool = False
     kind: str = "llama"
     checkpointing: bool = False
+    mlp_tile: int | None = None
     micro_batches: int = 1
     # Deliberate faults, to see that the meter notices them.
     calls: str = "once"
@@ -37,7 +38,7 @@ RUNS = {
     "pruned-untied-recompute": Run(cases.PRUNED, checkpointing=True),
     "exact-tied": Run(EXACT, tie=True),
     "pruned-tied": Run(cases.PRUNED_OTHERWISE, tie=True),
-    "pruned-tied-recompute": Run(cases.PRUNED, tie=True, checkpointing=True),
+    "pruned-tied-recompute-tiled": Run(cases.PRUNED, tie=True, checkpointing=True, mlp_tile=5),
     "exact-untied-2": Run(EXACT, micro_batches=2),
     "pruned-untied-2": Run(cases.PRUNED, micro_batches=2),
     "pruned-qwen3_moe": Run(cases.PRUNED, kind="qwen3_moe"),
@@ -90,6 +91,7 @@ def measure(runs, folder):
                     beta=cases.BETA,
                     per_device_train_batch_size=-(-4 // run.micro_batches),
                     gradient_checkpointing=run.checkpointing,
+                    mlp_tile_tokens=run.mlp_tile,
                 ),
                 deepspeed=cases.deepspeed_json(3, cases.SGD, **run.zero),
             )

@@ -29,6 +29,8 @@ class Case:
     num_first: tuple = (4, 4, 4, 4)
     micro_pairs: int = 2
     max_tokens: int | None = None
+    # Fewer tokens than a lane has.
+    mlp_tile: int | None = None
 
     @property
     def settings(self):
@@ -40,6 +42,7 @@ class Case:
             "gradient_checkpointing": self.checkpointing,
             "share_prompt": self.share_prompt,
             "max_tokens_per_micro_batch": self.max_tokens,
+            "mlp_tile_tokens": self.mlp_tile,
         }
 
 
@@ -52,13 +55,17 @@ CASES = {
     "z3-gemma2-sgd-recompute": Case(3, tie=True, kind="gemma2", checkpointing=True),
     "z3-granite-adamw": Case(3, tie=True, kind="granite", optimizer="ADAMW", pruning="PRUNED_OTHERWISE"),
     "z3-qwen3_moe-sgd": Case(3, kind="qwen3_moe", gives_draws=False, pruning="PRUNED_OTHERWISE"),
-    "z3-mixtral-sgd-recompute-empty-rank": Case(3, kind="mixtral", checkpointing=True, num_first=(8, 4, 0, 8)),
-    "z3-phi3-sgd": Case(3, kind="phi3", gives_draws=False),
+    "z3-mixtral-sgd-recompute-tiled-empty-rank": Case(
+        3, kind="mixtral", checkpointing=True, mlp_tile=5, num_first=(8, 4, 0, 8)
+    ),
+    "z3-phi3-sgd-tiled": Case(3, kind="phi3", gives_draws=False, mlp_tile=5),
     "z3-olmo2-sgd-recompute": Case(3, kind="olmo2", checkpointing=True, pruning="PRUNED_OTHERWISE"),
     "z3-smollm3-adamw": Case(3, tie=True, kind="smollm3", optimizer="ADAMW"),
     "z3-gemma3-sgd": Case(3, tie=True, kind="gemma3_text", pruning="PRUNED_OTHERWISE"),
     "z1-tied-sgd-recompute": Case(1, tie=True, checkpointing=True),
-    "z2-untied-adamw-engine-draws": Case(2, optimizer="ADAMW", gives_draws=False, pruning="PRUNED_OTHERWISE"),
+    "z2-untied-adamw-tiled-engine-draws": Case(
+        2, optimizer="ADAMW", gives_draws=False, pruning="PRUNED_OTHERWISE", mlp_tile=5
+    ),
     "z3-empty-rank": Case(3, num_first=(8, 4, 0, 8), micro_pairs=3, checkpointing=True),
     "z1-empty-rank": Case(1, num_first=(8, 0, 8, 4), micro_pairs=3, gives_draws=False),
     "z3-token-budget": Case(3, tie=True, micro_pairs=4, max_tokens=30),
