@@ -55,6 +55,7 @@ SAME = {
     "compressed in pieces": ("p.jsonl.gz", gzip.compress(PLAIN[:300]) + gzip.compress(PLAIN[300:]), {}),
     "keys escaped": ("p.jsonl", PLAIN.replace(b'"chosen"', b'"\\u0063hosen"'), {}),
     "a broken line, skipped": ("p.jsonl", PLAIN + b'{"prompt": "x\n', {"data_errors": "skip"}),
+    "a column named with half a character": ("p.jsonl", jsonl([{**row, "x\ud800": 1} for row in ROWS]), {}),
     "null columns": ("p.jsonl", jsonl([{**row, "tools": None, "system": None} for row in ROWS]), {}),
 }  # fmt: skip
 

@@ -41,7 +41,8 @@ GOOD = {"prompt": "Name one.", "chosen": "Blue.", "rejected": "Green."}
 texts = st.one_of(
     st.text(st.characters(exclude_categories=[]), max_size=8),
     st.sampled_from([
-        "", " ", "yes", "no", "<|im_end|>", "<s>", "\u2028", "\ufeff", "{{ m }}", "[]", "{}", "null", "egg " * 40,
+        "", " ", "yes", "no", "<|im_end|>", "<s>", "\u2028", "\ufeff", "\ud800", "x\udfff",
+        "{{ m }}", "[]", "{}", "null", "egg " * 40,
         "\n\nHuman: a\n\nAssistant:", "\n\nHuman: a\n\nAssistant: b", '{"name": "wx"}',
     ]),
 )  # fmt: skip
@@ -60,6 +61,8 @@ messages = st.one_of(
 conversations = st.lists(messages, max_size=4)
 asked = st.fixed_dictionaries({"role": st.just("user"), "content": texts})
 answered = st.fixed_dictionaries({"role": st.just("assistant"), "content": texts})
+calling = st.fixed_dictionaries({"role": st.just("assistant"), "tool_calls": calls | junk}, optional={"content": texts})
+told = st.fixed_dictionaries({"role": st.just("tool"), "content": texts | junk})
 sides = st.one_of(texts, st.lists(answered, min_size=1, max_size=2), answered, conversations, junk)
 tools = st.one_of(st.just('[{"name": "wx"}]'), st.lists(st.just({"name": "wx"}) | junk, max_size=2), junk)
 rows = st.one_of(
@@ -68,6 +71,11 @@ rows = st.one_of(
         {"prompt": st.lists(asked, min_size=1, max_size=2), "chosen": st.lists(answered, min_size=1, max_size=1),
          "rejected": st.lists(answered, min_size=1, max_size=1)},
         optional={"tools": tools, "chat_template_kwargs": junk},
+    ),
+    st.fixed_dictionaries(
+        {"prompt": st.lists(asked | calling | told, min_size=1, max_size=3),
+         "chosen": st.lists(answered | calling, min_size=1, max_size=2), "rejected": answered},
+        optional={"tools": tools},
     ),
     st.fixed_dictionaries({"chosen": texts, "rejected": texts}),
     st.fixed_dictionaries(
@@ -81,6 +89,12 @@ rows = st.one_of(
     st.dictionaries(st.sampled_from(["messages", "label", "text", "chosen_messages", "rejected_messages"]), sides),
     junk,
 )  # fmt: skip
+
+rows = st.builds(
+    lambda row, more: {**more, **row} if isinstance(row, dict) else row,
+    rows,
+    st.just({}) | st.dictionaries(texts, junk, max_size=2),
+)
 
 
 def encoded(row, escaped):
