@@ -277,9 +277,12 @@ def test_several_processes_give_the_same_file(tmp_path, folder, tokenised, monke
 def test_a_row_that_ends_the_run_is_the_first_one_and_leaves_no_lock(tmp_path, folder, num_proc):
     fatal = {"prompt": "p", "chosen": "text", "rejected": [assistant("a")]}
     path = write_rows(tmp_path / "rows.jsonl", [*pair_rows(8), fatal, *pair_rows(8), fatal])
+    # An error that is kept keeps the frames it went through.
+    kept = []
     for _ in range(2):
-        with pytest.raises(DataError, match=r"rows\.jsonl:9: chosen is a string but rejected is messages"):
+        with pytest.raises(DataError, match=r"rows\.jsonl:9: chosen is a string but rejected is messages") as caught:
             load(path, dataset_num_proc=num_proc)
+        kept.append(caught.value)
         assert list(folder.glob("*")) == list(folder.glob("*.lock"))
 
 

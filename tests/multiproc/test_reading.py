@@ -44,7 +44,7 @@ def train_on_a_stream(path, record_folder, world_size):
     stream = open_stream(config, tokenizer)
     schedule = plan_schedule(engine.config, num_pairs=None, world_size=world_size)
     windows = StreamWindows(stream, pairs_per_step=schedule.pairs_per_step)
-    loop = TrainLoop(engine, schedule, RunRecord(record_folder, writes=False), windows)
+    loop = TrainLoop(engine, schedule, RunRecord(record_folder, writes=False), windows, checkpoints=None)
     shares = []
     step = engine.train_step
     engine.train_step = lambda pairs, draws: (shares.append([p.pair_id for p in pairs]), step(pairs, draws))[1]

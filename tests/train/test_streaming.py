@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_set_in_file_order(tmp_path, monkeypatch, setti
             windows, num_pairs = SetWindows(pairs, seed=0, pairs_per_step=PAIRS_PER_STEP), len(pairs)
         schedule = plan_schedule(engine.config, num_pairs=num_pairs, world_size=1)
         assert (schedule.pairs_per_step, schedule.total_steps) == (PAIRS_PER_STEP, 5)
-        loop = TrainLoop(engine, schedule, RunRecord(tmp_path / str(streaming), writes=True), windows)
+        loop = TrainLoop(engine, schedule, RunRecord(tmp_path / str(streaming), writes=True), windows, checkpoints=None)
         loop.run()
         engine.export(tmp_path / str(streaming))
         lines[streaming] = (tmp_path / str(streaming) / "metrics.jsonl").read_text().splitlines()
@@ -69,7 +69,7 @@ def test_weights_are_those_of_the_set_in_file_order(tmp_path, monkeypatch, setti
 def test_ranks_that_read_different_pairs_are_stopped():
     pair = ds_stochdpo.PreferencePair(0, *(np.arange(1, n) for n in (3, 4, 5)))
     engine = SimpleNamespace(step=6, config=None, ranks=SimpleNamespace(rows=lambda own: [own, own]))
-    loop = TrainLoop(engine, None, None, None)
+    loop = TrainLoop(engine, None, None, None, checkpoints=None)
     loop._check_alike([pair])
     engine.ranks.rows = lambda own: [own, [own[0] + 1]]
     with pytest.raises(LockstepError, match="optimizer step 7: the ranks read different pairs from the stream"):
