@@ -44,7 +44,7 @@ def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
     if is_path and not Path(model_name_or_path).is_dir():
         raise ConfigError(f"model_name_or_path is {model_name_or_path!r}; there is no such folder.")
     try:
-        return AutoTokenizer.from_pretrained(model_name_or_path)
+        return AutoTokenizer.from_pretrained(model_name_or_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model_name_or_path is {model_name_or_path!r}; no tokenizer loads from it: {_in_one_line(error)}"
@@ -53,6 +53,8 @@ def load_tokenizer(model_name_or_path: str) -> PreTrainedTokenizerBase:
 
 def _in_one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it brings Python code of its own, which is never run here"
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 
 
@@ -63,7 +65,7 @@ def load_model_config(model_name_or_path: str) -> Any:
         ConfigError: If there is none at that place.
     """
     try:
-        return AutoConfig.from_pretrained(model_name_or_path)
+        return AutoConfig.from_pretrained(model_name_or_path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model_name_or_path is {model_name_or_path!r}; no config loads from it: {_in_one_line(error)}"
@@ -97,6 +99,7 @@ def load_policy(model_name_or_path: str, ds: dict[str, Any], *, bf16: bool) -> P
         model_name_or_path,
         dtype=torch.bfloat16 if bf16 else torch.float32,
         output_loading_info=True,
+        trust_remote_code=False,
     )
     lm, report = loaded
     del partitioning

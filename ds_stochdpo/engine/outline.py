@@ -55,7 +55,7 @@ def model_outline(model_name_or_path: str, config_file: str | None) -> ModelOutl
     if not model_name_or_path:
         raise ConfigError("model_name_or_path is empty; name a folder or a hub model.")
     try:
-        model_config = AutoConfig.from_pretrained(model_name_or_path, local_files_only=True)
+        model_config = AutoConfig.from_pretrained(model_name_or_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if config_file is None:
             raise ConfigError(
@@ -85,7 +85,7 @@ def _tokenizer_on_disk(model_name_or_path: str) -> PreTrainedTokenizerBase | Non
         # A folder is whole or wrong; of a hub model the cache may hold the config alone.
         return load_tokenizer(model_name_or_path)
     try:
-        return AutoTokenizer.from_pretrained(model_name_or_path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model_name_or_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 

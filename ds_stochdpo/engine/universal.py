@@ -109,7 +109,13 @@ def _mend(optimizer: Any, options: list[dict[str, Any]]) -> None:
 
 def _convert(source: Path, target: Path) -> None:
     shutil.rmtree(target.parent, ignore_errors=True)
-    target.mkdir(parents=True)
+    try:
+        target.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be made ({error.strerror}); converting a checkpoint for another number of ranks writes "
+            "beside it: copy the checkpoint to where that is allowed."
+        ) from error
     logger.info("converting %s for another number of ranks", source)
     log = target.parent / "converter.log"
     with log.open("w", encoding="utf-8") as output:

@@ -25,9 +25,10 @@ _FREE = frozenset(
     "output_dir overwrite_output_dir dry_run dry_run_ranks dry_run_model_config reference_cache_dir log_draws "
     "report_to logging_steps eval_steps save_steps save_total_limit resume_from_checkpoint resume_override deepspeed "
     "dataset_test_split dataset_num_proc per_device_eval_batch_size max_shard_size "
+    "step_timeout_s ddp_timeout non_finite non_finite_limit "
     # The fingerprints say whether these have changed anything.
     "model_name_or_path ref_model_name_or_path dataset_name dataset_train_split max_length max_prompt_length "
-    "truncation_mode max_samples "
+    "truncation_mode max_samples column_mapping data_errors "
     # Only their product with the ranks counts.
     "per_device_train_batch_size gradient_accumulation_steps".split()
 )
@@ -37,7 +38,9 @@ _ROUNDING = frozenset(
     "score_chunk_rows score_recompute".split()
 )
 """Settings that change nothing but rounding; a change is told and recorded."""
-_STREAMED = ("dataset_train_split", "max_length", "max_prompt_length", "truncation_mode", "max_samples")
+_STREAMED = tuple(
+    "dataset_train_split max_length max_prompt_length truncation_mode max_samples column_mapping data_errors".split()
+)
 """Compared where the pairs are streamed, so that no fingerprint is known ahead."""
 _ALIASES = {
     "dataset_name": "data",
@@ -153,7 +156,8 @@ def choose_start(config: StochDPOConfig, ranks: Ranks, ds: dict[str, Any], own: 
     check_convertible(state, folder, stage=zero_stage(ds), world_size=ranks.world_size)
     saved = state["run"]
     changes = _differences(saved["identity"], own["identity"])
-    _check_changes(config, folder, changes, known=set(own["identity"]) | set(_ALIASES))
+    known = set(own["identity"]) | set(_ALIASES)
+    _check_changes(config, folder, changes, known=known, world_size=ranks.world_size)
     changes |= _differences(saved["rounding"], own["rounding"])
     if ranks.is_main:
         logger.info("resuming from %s, optimizer step %d", folder, state["step"])
@@ -191,7 +195,9 @@ def _differences(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, list
     return {key: [saved[key], given[key]] for key in (*both, *missing) if saved[key] != given[key]}
 
 
-def _check_changes(config: StochDPOConfig, folder: Path, changes: dict[str, list[Any]], known: set[str]) -> None:
+def _check_changes(
+    config: StochDPOConfig, folder: Path, changes: dict[str, list[Any]], *, known: set[str], world_size: int
+) -> None:
     allowed = config.resume_override or ""
     names = {name.strip() for name in allowed.split(",") if name.strip()}
     if names == {"true"}:
@@ -201,6 +207,12 @@ def _check_changes(config: StochDPOConfig, folder: Path, changes: dict[str, list
     refused = {key: pair for key, pair in changes.items() if key not in {_ALIASES.get(name, name) for name in names}}
     if refused:
         rows = "".join(f"\n  {key}: saved {_shown(a)}, given {_shown(b)}" for key, (a, b) in sorted(refused.items()))
+        if "pairs_per_step" in refused:
+            rows += (
+                f"\n  (pairs_per_step is {world_size} rank(s) x per_device_train_batch_size "
+                f"{config.per_device_train_batch_size} x gradient_accumulation_steps "
+                f"{config.gradient_accumulation_steps}: keep the product)"
+            )
         raise CheckpointError(
             f"{folder} was saved with other settings than this run has:{rows}\n"
             "Give the saved ones, or name those that may differ in resume_override (true: all of them)."
@@ -208,6 +220,8 @@ def _check_changes(config: StochDPOConfig, folder: Path, changes: dict[str, list
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
     if isinstance(value, dict):
         return ", ".join(f"{key} {_shown(part)}" for key, part in value.items())
     text = str(value)

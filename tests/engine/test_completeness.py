@@ -1,5 +1,8 @@
 """A checkpoint folder is whole or no checkpoint: every way in which it can be damaged is seen and said."""
 
+import contextlib
+import itertools
+import json
 import os
 
 import pytest
@@ -64,15 +67,32 @@ def test_a_folder_that_is_replaced_stays_until_the_new_one_is_written(whole, mon
     assert sorted(p.name for p in whole.parent.iterdir()) == ["checkpoint-4"]
 
 
-def test_the_marker_comes_last(tmp_path, monkeypatch):
-    """A process that ends while the marker is written leaves a folder that is no checkpoint."""
-    folder = tmp_path / "checkpoint-4"
+def test_a_process_that_ends_in_between_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """Ended before each call that reaches the disk: whole only once the marker names every file."""
+    ended_in_between = 0
+    for survived in itertools.count():
+        folder = tmp_path / str(survived) / "checkpoint-4"
+        partial = write(folder)
+        calls = iter(range(survived))
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in ("fsync", "rename", "replace"):
+                patch.setattr(os, name, ending(getattr(os, name), calls))
+            publish(partial, folder)
+            break
+        if find_damage(folder) is None:
+            assert set(json.loads((folder / MARKER).read_text())["files"]) == {"state.json", "deepspeed/weights.pt"}
+        else:
+            ended_in_between += 1
+    assert ended_in_between >= 5
+    assert find_damage(folder) is None
 
-    def end(*_):
-        raise KeyboardInterrupt
 
-    partial = write(folder)
-    monkeypatch.setattr(completeness, "write_json", end)
-    with pytest.raises(KeyboardInterrupt):
-        publish(partial, folder)
-    assert "not finished" in find_damage(folder)
+def ending(work, calls):
+    """`work` until `calls` has no more; then what a signal does."""
+
+    def call(*args, **options):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return work(*args, **options)
+
+    return call

@@ -2,16 +2,18 @@
 
 import contextlib
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from ds_stochdpo.engine.completeness import find_damage
 from tests.multiproc import cases, harness
 from tests.tiny import tiny_llama, tiny_tokenizer, write_pairs
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 STAGES = (0, 1, 2, 3)
 # 11 pairs in steps of 4: three steps an epoch, the last of three pairs. Step 8 lies within an epoch and within a
@@ -48,7 +50,8 @@ def train(ranks, folder, name, stage, **settings):
     from ds_stochdpo import StochDPOConfig
     from ds_stochdpo.train import run
 
-    run.process_group = lambda: contextlib.nullcontext(ranks)
+    run.process_group = lambda *_: contextlib.nullcontext(ranks)
+    run.write_report = lambda folder: None
     values = {
         "model_name_or_path": str(folder / "model"),
         "dataset_name": str(folder / "pairs.jsonl"),
@@ -78,31 +81,78 @@ def train_and_resume(args, folder):
     with process_group() as ranks:
         for stage in STAGES:
             train(ranks, folder, f"whole{stage}", stage)
-            train(ranks, folder, f"unsaved{stage}", stage, save_steps=None) if stage == 3 else None
             if ranks.is_main:
                 stopped_at_8(folder, f"whole{stage}", f"resumed{stage}")
                 # The reference has to be scored again, by the policy as it was before training.
                 shutil.rmtree(folder / "cache2")
             ranks.barrier()
             train(ranks, folder, f"resumed{stage}", stage, resume_from_checkpoint="latest")
+        train(ranks, folder, "unsaved3", 3, save_steps=None)
         for stage in args:
             train(ranks, folder, f"one-to-two{stage}", stage, resume_from_checkpoint="true")
+        return {
+            "separate folders": refusal(lambda: train(ranks, folder, f"root{ranks.rank}/run", 3)),
+            "full disk": refusal(lambda: with_full_disk(ranks, folder)),
+            "other batch": refusal(
+                lambda: train(
+                    ranks, folder, "whole3", 3, gradient_accumulation_steps=1, resume_from_checkpoint="latest"
+                )
+            ),
+            "work of one rank": (ranks.on_main(lambda: ranks.rank + 40), refusal(lambda: ranks.on_main(fail))),
+        }
 
 
-CONVERTED = (0, 1, 3)
+def refusal(work):
+    """Sentence with which `work` ended, on this rank."""
+    from ds_stochdpo import StochDPOError
+
+    try:
+        work()
+    except StochDPOError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fail():
+    from ds_stochdpo import DataError
+
+    raise DataError("rank 0 says no")
+
+
+def with_full_disk(ranks, folder):
+    """A run whose second rank cannot write its part of the second checkpoint."""
+    from ds_stochdpo.engine import pickles
+
+    write = pickles.torch.save
+
+    def refuse(state, path, *rest, **options):
+        if ".checkpoint-12" in path and ranks.rank == 1:
+            raise OSError(28, "No space left on device", path)
+        write(state, path, *rest, **options)
+
+    pickles.torch.save = refuse
+    try:
+        train(ranks, folder, "full", 3)
+    finally:
+        pickles.torch.save = write
+
+
+ONE_TO_TWO = (3,)
+TWO_TO_ONE = (0, 1, 3)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, single_process):
     folder = tmp_path_factory.mktemp("resume")
     job_files(folder)
-    for stage in CONVERTED:
+    for stage in ONE_TO_TWO:
         train(single_process, folder, f"one{stage}", stage)
         stopped_at_8(folder, f"one{stage}", f"one-to-two{stage}")
-    harness.run(train_and_resume, 2, folder, CONVERTED)
-    for stage in CONVERTED:
+    said, _ = harness.run(train_and_resume, 2, folder, ONE_TO_TWO, limit_s=400)
+    for stage in TWO_TO_ONE:
         stopped_at_8(folder, f"whole{stage}", f"two-to-one{stage}")
         train(single_process, folder, f"two-to-one{stage}", stage, resume_from_checkpoint="latest")
+    (folder / "said.json").write_text(json.dumps(said))
     return folder
 
 
@@ -151,8 +201,13 @@ def test_saving_changes_nothing(runs):
     assert not list((runs / "unsaved3").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("stage", CONVERTED)
-@pytest.mark.parametrize(("before", "after"), [("one", "one-to-two"), ("whole", "two-to-one")])
+CONVERSIONS = [
+    *(("one", "one-to-two", stage) for stage in ONE_TO_TWO),
+    *(("whole", "two-to-one", stage) for stage in TWO_TO_ONE),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "stage"), CONVERSIONS)
 def test_another_number_of_ranks_takes_the_same_steps(runs, before, after, stage):
     before, after = runs / f"{before}{stage}", runs / f"{after}{stage}"
     assert (after / "draws.jsonl").read_bytes() == (before / "draws.jsonl").read_bytes()
@@ -164,3 +219,29 @@ def test_another_number_of_ranks_takes_the_same_steps(runs, before, after, stage
     for one, two in zip(lines(before), lines(after), strict=True):
         assert two == pytest.approx(one, rel=2e-5, abs=2e-6)
     assert not list(after.glob(".checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("separate folders", r"ConfigError: .*rank 1 \(.*/root1/run\) cannot see a file that rank 0 \(.*/root0/run\)"),
+        ("full disk", r"CheckpointError: checkpoint .*checkpoint-12 cannot be written \(rank 1: .*No space left"),
+        ("other batch", r"pairs_per_step: saved 4, given 2.*2 rank\(s\) x .*batch_size 1 x .*steps 1"),
+    ],
+)
+def test_what_one_rank_meets_ends_all_of_them_with_one_sentence(runs, what, words):
+    first, second = (answers[what] for answers in json.loads((runs / "said.json").read_text()))
+    # Each rank names its own output_dir.
+    assert first == second or what == "separate folders"
+    for sentence in (first, second):
+        assert re.search(words, sentence, re.DOTALL), sentence
+
+
+def test_a_save_that_failed_leaves_the_older_checkpoint_alone(runs):
+    assert find_damage(runs / "full" / "checkpoint-8") is None
+    assert [p.name for p in (runs / "full").glob("*checkpoint-*")] == ["checkpoint-8"]
+
+
+def test_the_result_and_the_error_of_rank_0_reach_the_others(runs):
+    for answers in json.loads((runs / "said.json").read_text()):
+        assert answers["work of one rank"] == [40, "DataError: rank 0 says no"]

@@ -1,4 +1,4 @@
-"""Runs of one process that stop, go on, or refuse to: settings, last steps, order, schedule, disks and models."""
+"""Runs of one process that stop, go on, or refuse to: settings, last steps, order, schedule and disks."""
 
 import contextlib
 import json
@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ds_stochdpo import CheckpointError, ConfigError, ModelError, StochDPOConfig, StochDPOError
-from ds_stochdpo.engine import load_policy
+from ds_stochdpo import CheckpointError, ConfigError, StochDPOConfig, StochDPOError, initialize
 from ds_stochdpo.engine.completeness import MARKER, find_damage
 from ds_stochdpo.engine.universal import check_convertible
 from ds_stochdpo.train import run
@@ -96,6 +95,8 @@ def test_order_rate_and_weights_go_on(job, saved, train, step):
     for later in (3, 6, 7):
         if later > step:
             shutil.rmtree(saved / f"checkpoint-{later}")
+    # The reference is scored again, by the policy as it was before training.
+    shutil.rmtree(job / "cache", ignore_errors=True)
     train("copy", save_steps=3, resume_from_checkpoint="latest")
     assert logged(saved) == logged(job / "saved")
     assert [line["learning_rate"] for line in logged(saved)] == pytest.approx(
@@ -106,6 +107,19 @@ def test_order_rate_and_weights_go_on(job, saved, train, step):
     assert sorted(pair for step, pair in seen if 4 <= step <= 6) == list(range(6))
     for name, value in load_file(job / "saved" / "model.safetensors").items():
         assert torch.equal(load_file(saved / "model.safetensors")[name], value), name
+
+
+def test_a_stream_goes_on(job, train):
+    settings = {"streaming": True, "reference": "none", "save_steps": 3}
+    whole = train("stream", **settings)
+    shutil.copytree(whole, job / "stream-copy")
+    for step in (6, 7):
+        shutil.rmtree(job / "stream-copy" / f"checkpoint-{step}")
+    with pytest.raises(CheckpointError, match=r"data: saved files pairs.jsonl.*given files pairs.jsonl.*max_samples 4"):
+        train("stream-copy", **settings, resume_from_checkpoint="latest", max_samples=4)
+    resumed = train("stream-copy", **settings, resume_from_checkpoint="latest")
+    assert logged(resumed) == logged(whole)
+    assert logged(resumed, "draws.jsonl") == logged(whole, "draws.jsonl")
 
 
 CHANGES = {
@@ -162,6 +176,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(job, sa
         assert re.search(words, caplog.text), words
     assert logged(saved) == logged(job / "saved")
     assert checkpoints(saved) == ["checkpoint-6", "checkpoint-7"]
+
+
+def test_a_checkpoint_of_the_python_api_is_refused_by_the_script(job, train):
+    lm = tiny_llama(num_hidden_layers=1)
+    config = StochDPOConfig(per_device_train_batch_size=2)
+    deepspeed = {"optimizer": ADAMW, "zero_optimization": {"stage": 1}}
+    initialize(model=lm, config=config, deepspeed=deepspeed).save_checkpoint(job / "api")
+    with pytest.raises(CheckpointError, match=r"saved by the Python API.*engine.load_checkpoint"):
+        train("from-api", resume_from_checkpoint="api")
 
 
 def test_nothing_complete_is_an_error(saved, train):
@@ -281,33 +304,3 @@ def test_metrics_on_a_full_disk(tmp_path):
 def consume(items):
     for _ in items:
         pass
-
-
-def pointer(weights):
-    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345678\n")
-
-
-def cut_off(weights):
-    os.truncate(weights, weights.stat().st_size - 1024)
-
-
-def without_head(weights):
-    tensors = load_file(weights)
-    save_file({k: v for k, v in tensors.items() if k != "lm_head.weight"}, weights, {"format": "pt"})
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (pointer, r"model.safetensors \(\d\d\d bytes\) is no complete safetensors file .*pointer"),
-        (cut_off, r"model.safetensors \(\d+ bytes\) is no complete safetensors file"),
-        (without_head, r"lacks weights for this model \(missing_keys: lm_head.weight\)"),
-    ],
-)
-def test_a_bad_model_folder_is_refused(job, tmp_path, spoil, words, stage):
-    shutil.copytree(job / "model", tmp_path / "model")
-    spoil(tmp_path / "model" / "model.safetensors")
-    ds = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": False}}
-    with pytest.raises(ModelError, match=words):
-        load_policy(str(tmp_path / "model"), ds, bf16=False)
