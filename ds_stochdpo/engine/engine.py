@@ -19,7 +19,7 @@ from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.engine.checkpoint import load_checkpoint, save_checkpoint
 from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib
 from ds_stochdpo.engine.export import export_model
-from ds_stochdpo.engine.finite import FiniteGuard
+from ds_stochdpo.engine.finite import FiniteGuard, named_pairs
 from ds_stochdpo.engine.frozen import FrozenReference
 from ds_stochdpo.engine.lockstep import check_reference, draw_over_ranks, plan_micro_batches, train_limits
 from ds_stochdpo.engine.norm import GradientNorm
@@ -143,7 +143,7 @@ class StochDPOEngine:
             layout = self._with_reference(self._pack(micro_pairs, micro_draws))
             live, frozen = self.deepspeed(layout)
             outcome = micro_step(layout, micro_draws, live, frozen, self.config, num_pairs_global=num_pairs_global)
-            factor = self._finite.factor(outcome.sums, micro_pairs)
+            factor = self._finite.factor(outcome.is_finite_P, micro_pairs)
             self.deepspeed.backward(outcome.surrogate * factor * undo_average)
             sums += outcome.sums
         full = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
@@ -181,18 +181,23 @@ class StochDPOEngine:
         check_reference(pairs, self.config)
         draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
         sums = self._zero_sums()
-        num_pairs_global = 0
+        num_pairs_global, seen = 0, []
         for indices, bare_layout, live, frozen, num_pairs_global in self._forward_all(pairs, draws, self.deepspeed):
             layout = self._with_reference(bare_layout)
             outcome = micro_step(
                 layout, [draws[i] for i in indices], live, frozen, self.config, num_pairs_global=num_pairs_global
             )
             sums += outcome.sums
+            seen.append(([pairs[i] for i in indices], outcome.is_finite_P))
             if progress:
                 progress(len(indices))
         metrics = {k: v for k, v in self._reduce(sums, 0, num_pairs_global).items() if k in PAIR_MEANS}
         if not _is_finite(metrics):
-            raise NonFiniteError(f"evaluation after optimizer step {self.step}: loss is {metrics['loss']}; stopping.")
+            broken, _ = named_pairs(self.ranks, seen)
+            raise NonFiniteError(
+                f"evaluation after optimizer step {self.step}: loss is {metrics['loss']}; pairs for which it is not "
+                f"finite: {broken}."
+            )
         return metrics
 
     def score(

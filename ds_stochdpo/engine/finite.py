@@ -16,7 +16,10 @@ from ds_stochdpo.errors import NonFiniteError, StochDPOError
 logger = logging.getLogger(__name__)
 
 NUM_NAMED = 20
-"""Pair ids that a message names."""
+"""Pairs that a message names."""
+
+Seen = Sequence[tuple[Sequence[PreferencePair], Tensor]]
+"""Pairs of each micro-batch, and which of them are finite."""
 
 
 class FiniteGuard:
@@ -35,7 +38,7 @@ class FiniteGuard:
             limit: Most steps passed over in a row.
         """
         self._ranks, self._skips, self._limit = ranks, skips, limit
-        self._seen: list[tuple[list[int], Tensor]] = []
+        self._seen: list[tuple[Sequence[PreferencePair], Tensor]] = []
         self._stopped = ""
         self.in_a_row = 0
 
@@ -48,15 +51,14 @@ class FiniteGuard:
         if self._stopped:
             raise StochDPOError(f"this engine has stopped: {self._stopped}")
 
-    def factor(self, sums: Tensor, pairs: Sequence[PreferencePair]) -> Tensor:
-        """What the surrogate of a micro-batch is multiplied by: 1, or nan where its sums are not finite.
+    def factor(self, is_finite_P: Tensor, pairs: Sequence[PreferencePair]) -> Tensor:
+        """What the surrogate of a micro-batch is multiplied by: 1, or nan where a pair of it is not finite.
 
         A loss can be infinite where its gradient is not. With the factor the gradient is nan on every rank, for which
         DeepSpeed drops it and leaves weights and optimizer alone, at every stage. No device waits for it.
         """
-        is_finite = torch.isfinite(sums).all()
-        self._seen.append(([p.pair_id for p in pairs], is_finite))
-        return torch.where(is_finite, 1.0, torch.nan)
+        self._seen.append((pairs, is_finite_P))
+        return torch.where(is_finite_P.all(), 1.0, torch.nan)
 
     def judge(self, step: int, loss: float, *, was_dropped: bool) -> None:
         """Go on, warn, or stop. Collective where the step was dropped, which all ranks see alike.
@@ -92,13 +94,25 @@ class FiniteGuard:
         self._stopped = message
         raise NonFiniteError(message)
 
-    def _cause(self, loss: float, seen: Sequence[tuple[list[int], Tensor]]) -> str:
-        # Every rank: the pairs of a step lie on all of them.
-        shares = self._ranks.gather_objects([(ids, bool(is_finite)) for ids, is_finite in seen])
-        batches = [batch for share in shares for batch in share]
-        broken = sorted(i for ids, is_finite in batches if not is_finite for i in ids)
-        ids = broken or sorted(i for ids, _ in batches for i in ids)
-        named = ", ".join(map(str, ids[:NUM_NAMED])) + (f" and {len(ids) - NUM_NAMED} more" * (len(ids) > NUM_NAMED))
+    def _cause(self, loss: float, seen: Seen) -> str:
+        broken, pairs = named_pairs(self._ranks, seen)
         if broken:
-            return f"the loss is {loss}; pair ids of the micro-batches where it is not finite: {named}"
-        return f"the gradient is not finite (loss {loss}); pair ids of the step: {named}"
+            return f"the loss is {loss}; pairs for which it is not finite: {broken}"
+        return f"the gradient is not finite (loss {loss}); pairs of the step: {pairs}"
+
+
+def named_pairs(ranks: Ranks, seen: Seen) -> tuple[str, str]:
+    """Those pairs of all ranks that are not finite, and all of them, by id and place; cut short. Collective."""
+    own = [
+        (pair.pair_id, f"{pair.pair_id} ({pair.source})" if pair.source else str(pair.pair_id), is_finite)
+        for pairs, is_finite_P in seen
+        for pair, is_finite in zip(pairs, is_finite_P.tolist(), strict=True)
+    ]
+    # Every rank: the pairs of a step lie on all of them.
+    everywhere = sorted(row for share in ranks.gather_objects(own) for row in share)
+    return _in_short([row for row in everywhere if not row[2]]), _in_short(everywhere)
+
+
+def _in_short(rows: Sequence[tuple[int, str, bool]]) -> str:
+    more = f" and {len(rows) - NUM_NAMED} more" if len(rows) > NUM_NAMED else ""
+    return ", ".join(name for _, name, _ in rows[:NUM_NAMED]) + more

@@ -42,10 +42,12 @@ class MicroStep:
         surrogate: Scalar to back-propagate; its gradient is this micro-batch's share of the pruned gradient of the
             mean loss over `num_pairs_global` pairs. Its value is not the loss.
         sums: float64 [len(PAIR_MEANS) + len(TOKEN_SUMS)], sums over this micro-batch.
+        is_finite_P: Whether loss and log-ratios of each pair are finite, bool [P].
     """
 
     surrogate: Tensor
     sums: Tensor
+    is_finite_P: Tensor
 
 
 def micro_step(
@@ -101,7 +103,8 @@ def micro_step(
     )
     counts = layout.counts
     tokens = torch.tensor([counts.executed, counts.scored, counts.backward]).to(pair_means)
-    return MicroStep(surrogate, torch.cat([pair_means, tokens]))
+    is_finite_P = torch.isfinite(ratio_P2).all(dim=1) & torch.isfinite(loss_P)
+    return MicroStep(surrogate, torch.cat([pair_means, tokens]), is_finite_P)
 
 
 def slot_sums(layout: LaneLayout, live_logp_K: Tensor, frozen_logp_K: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,8 @@ class Jobs:
             "dataset_name": path,
             "output_dir": str(self.folder / f"out{self._count}"),
             "reference_cache_dir": str(self.folder / "cache"),
-            "learning_rate": 1e-3,
+            # Adam turns rounding in a gradient near 0 into a good part of this.
+            "learning_rate": 1e-4,
             "per_device_train_batch_size": 4,
         }
         if "reference_model" in settings:
@@ -151,4 +152,5 @@ def assert_same(run, other, *, metrics=1e-5, weights=1e-6):
             assert one[name] == pytest.approx(two[name], rel=metrics, abs=1e-7), (name, one["step"])
     ours, theirs = run.weights, other.weights
     assert ours.keys() == theirs.keys()
-    assert max(float((ours[k] - theirs[k]).abs().max()) for k in ours) <= weights
+    gap = max(float((ours[k] - theirs[k]).abs().max()) for k in ours)
+    assert gap <= weights, gap

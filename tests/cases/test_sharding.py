@@ -17,7 +17,7 @@ from tests.tiny import pair_rows, write_rows
 
 pytestmark = pytest.mark.multiproc
 
-SETTINGS = {"learning_rate": 1e-3, "label_smoothing": 0.1, "log_draws": "true", "reference_cache_dir": "cache"}
+SETTINGS = {"learning_rate": 1e-4, "label_smoothing": 0.1, "log_draws": "true", "reference_cache_dir": "cache"}
 IDENTICAL = {"prompt": "Name one.", "chosen": "It is one." + " Yes" * 5, "rejected": "No idea" + "!" * 20}
 RUNS = {
     "exact": {"per_device_train_batch_size": 2, "ref_model_name_or_path": "other llama"},

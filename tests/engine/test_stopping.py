@@ -1,6 +1,7 @@
 """What is not finite stops the run at every stage, before the weights are spoilt; wrong inputs get a sentence."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -53,8 +54,9 @@ def test_what_is_not_finite_stops_the_engine(tmp_path, stage, side):
     trained = engine(stage)
     before = weights_of(trained, tmp_path / "before")
     hook = spoil(trained, side)
-    what = {"gradient": "the gradient is not finite", "loss": "the loss is "}[side]
-    with pytest.raises(ds_stochdpo.NonFiniteError, match=f"optimizer step 1: {what}.*: 0, 1. The weights"):
+    # The gradient is everybody's, the loss that of one pair.
+    what = {"gradient": "the gradient is not finite.*: 0, 1", "loss": "the loss is .*: 0"}[side]
+    with pytest.raises(ds_stochdpo.NonFiniteError, match=rf"optimizer step 1: {what}\. The weights"):
         trained.train_step(PAIRS)
     hook.remove()
     with pytest.raises(ds_stochdpo.StochDPOError, match="has stopped"):
@@ -89,7 +91,8 @@ def test_a_skipped_step_leaves_no_trace(tmp_path, caplog, stage, bf16, side):
         assert [spoilt[0][key], spoilt[3][key]] == [plain[0][key], plain[1][key]], key
     assert all(np.isnan(line["grad_norm"]) for line in spoilt[1:3])
     assert "optimizer step 2" in caplog.text
-    assert ": 0, 1. The step is skipped, number 1 in a row." in caplog.text
+    named = "0, 1" if side == "gradient" else "0"
+    assert f": {named}. The step is skipped, number 1 in a row." in caplog.text
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run():
@@ -162,3 +165,23 @@ def test_a_pair_that_makes_no_sense_is_refused(changes, match):
     fields = {"pair_id": 3, "prompt_ids": ids, "chosen_ids": ids, "rejected_ids": ids + 1, **changes}
     with pytest.raises(ds_stochdpo.DataError, match=f"pair 3: {match}" if "tokens" not in match else match):
         ds_stochdpo.PreferencePair(**fields)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_the_row_of_an_impossible_token_is_named_among_those_of_its_micro_batch(side):
+    """A rejected response of probability 0 has a loss of 0, and is named all the same."""
+    pairs = [dataclasses.replace(p, source=f"rows.jsonl:{i + 1}") for i, p in enumerate(PAIRS)]
+    token = getattr(pairs[1], f"{side}_ids")[0]
+    others = [pairs[0].chosen_ids, pairs[0].rejected_ids, pairs[1].chosen_ids, pairs[1].rejected_ids]
+    assert sum(int((ids == token).sum()) for ids in others) == 1
+    trained = engine(0)
+    trained.module.lm.get_output_embeddings().register_forward_hook(
+        lambda m, inputs, outputs: tuple(
+            torch.where(targets == token, -torch.inf, logp) for targets, logp in zip(inputs[1::2], outputs, strict=True)
+        )
+    )
+    named = r"pairs for which it is not finite: 1 \(rows\.jsonl:2\)\."
+    with pytest.raises(ds_stochdpo.NonFiniteError, match=f"evaluation after optimizer step 0: .*{named}"):
+        trained.evaluate(pairs)
+    with pytest.raises(ds_stochdpo.NonFiniteError, match=f"optimizer step 1: .*{named}"):
+        trained.train_step(pairs)
