@@ -19,8 +19,11 @@ from ds_stochdpo.errors import (
     ConfigError,
     DataError,
     ExportError,
+    Interrupted,
+    LaunchError,
     LockstepError,
     ModelError,
+    NonFiniteError,
     StochDPOError,
 )
 
@@ -45,8 +48,11 @@ __all__ = [
     "ConfigError",
     "DataError",
     "ExportError",
+    "Interrupted",
+    "LaunchError",
     "LockstepError",
     "ModelError",
+    "NonFiniteError",
     "PreferencePair",
     "PruningPlan",
     "StochDPOConfig",

@@ -33,6 +33,7 @@ def check_settings(config: Any) -> None:
     _check_schedule(config)
     _check_streaming(config)
     _check_resuming(config)
+    _check_waiting(config)
 
 
 def _check_choices(config: Any) -> None:
@@ -175,6 +176,18 @@ def _check_resuming(config: Any) -> None:
     if config.resume_override and not config.resume_from_checkpoint:
         raise ConfigError(
             f"resume_override is {config.resume_override!r}, but nothing is resumed; set resume_from_checkpoint."
+        )
+
+
+def _check_waiting(config: Any) -> None:
+    require_int("non_finite_limit", config.non_finite_limit, low=0)
+    require_int("ddp_timeout", config.ddp_timeout, low=1)
+    require_number("step_timeout_s", config.step_timeout_s, low=0.0)
+    if config.step_timeout_s >= config.ddp_timeout:
+        # The waiting ranks would give up first, and could not say which rank is late.
+        raise ConfigError(
+            f"step_timeout_s is {config.step_timeout_s:g}, but ddp_timeout is {config.ddp_timeout}; "
+            "make ddp_timeout longer, or step_timeout_s shorter (0 is off)."
         )
 
 

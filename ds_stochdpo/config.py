@@ -161,6 +161,11 @@ class StochDPOConfig:
     warmup_ratio: float | None = _doc(None, "Alias: share of all steps used for warm-up.")
     weight_decay: float | None = _doc(None, "Weight decay of matrices, not of norms and biases (default 0).")
     max_grad_norm: float | None = _doc(None, "Clip the global gradient norm here; 0 is off (default 1.0).")
+    non_finite: Literal["stop", "skip"] = _doc(
+        "stop", "What a step does whose loss or gradient is inf or nan: stop ends the run; skip passes over the step, "
+        "leaves weights and optimizer as they are, and counts it in steps/skipped.",
+    )  # fmt: skip
+    non_finite_limit: int = _doc(5, "Most steps that non_finite: skip passes over in a row; one more ends the run.")
     num_train_epochs: float = _doc(1.0, "Passes over the pairs.")
     max_steps: int = _doc(-1, "Optimizer steps; -1: as num_train_epochs says.")
     logging_steps: int = _doc(1, "Optimizer steps between lines of metrics.jsonl.")
@@ -213,6 +218,12 @@ class StochDPOConfig:
     share_prompt: bool = _doc(True, "Run the prompt once for both branches (exact).")
     share_response_start: bool = _doc(True, "Score tokens that both responses start with once (exact).")
     log_draws: bool = _doc(False, "Write every draw to draws.jsonl in output_dir.")
+
+    step_timeout_s: float = _doc(
+        900.0, "Seconds without a finished micro-batch after which a rank counts as hanging and the run ends, with the "
+        "stack of the late rank; 0 is off.",
+    )  # fmt: skip
+    ddp_timeout: int = _doc(1800, "Longest wait in one collective, in seconds; longer than step_timeout_s.")
 
     score_chunk_rows: int = _doc(256, "Rows that meet the output head at once.")
     score_recompute: bool = _doc(True, "Recompute each chunk in the backward pass instead of keeping it.")

@@ -1,8 +1,21 @@
-"""The errors a user can cause and mend; each message names the key, the value, what is allowed and what to change."""
+"""The errors a user can cause and mend; each message names the key, the value, what is allowed and what to change.
+
+Each carries the exit code that `launch/train.py` ends with.
+"""
+
+EXIT_UNEXPECTED = 1
+EXIT_MISTAKE = 2
+EXIT_NOT_FINITE = 3
+EXIT_HANG = 4
+EXIT_LOST = 5
+EXIT_SIGNAL = 128
+"""Plus the number of the signal: 130 for SIGINT (Ctrl-C), 143 for SIGTERM."""
 
 
 class StochDPOError(Exception):
     """Base of every error this package raises on purpose."""
+
+    exit_code = EXIT_MISTAKE
 
 
 class ConfigError(StochDPOError, ValueError):
@@ -17,6 +30,10 @@ class ModelError(StochDPOError, ValueError):
     """A model cannot be split into two lanes, or its weights and tokenizer do not fit each other."""
 
 
+class LaunchError(StochDPOError, RuntimeError):
+    """The job was started in a way that cannot work: host file, port, environment, or ranks that do not agree."""
+
+
 class LockstepError(StochDPOError, RuntimeError):
     """The ranks disagree about the step they are about to run."""
 
@@ -27,6 +44,27 @@ class ExportError(StochDPOError, RuntimeError):
 
 class CheckpointError(StochDPOError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit the run that would continue from it."""
+
+
+class NonFiniteError(StochDPOError, ArithmeticError):
+    """A loss or gradient is inf or nan, alike on all ranks."""
+
+    exit_code = EXIT_NOT_FINITE
+
+
+class Interrupted(StochDPOError):  # noqa: N818 - nothing went wrong
+    """The ranks agreed to stop, since one of them was sent a signal."""
+
+    def __init__(self, signum: int, message: str = "") -> None:
+        """Name the signal.
+
+        Args:
+            signum: Its number.
+            message: What was reached and what is kept.
+        """
+        super().__init__(message or f"signal {signum} before training began: there is nothing to keep")
+        self.signum = signum
+        self.exit_code = EXIT_SIGNAL + signum
 
 
 ROW_FAULTS: dict[str, tuple[str, str]] = {

@@ -3,25 +3,24 @@
 deepspeed launch/train.py --config launch/recipes/quickstart.yaml [--key value ...]
 
 Also under torchrun and plain python. `--help` lists every setting; `--dry_run` prints the plan and its sizes, and ends.
+Exit codes are those of `ds_stochdpo/errors.py`.
 """
 
 import logging
 import os
+import signal
 import sys
 import warnings
-
-from transformers.utils import logging as transformers_logging
-
-from ds_stochdpo.errors import StochDPOError
-from ds_stochdpo.train import dry_run, parse_settings, run_training
-
-EXIT_MISTAKE = 2
-"""Exit code for wrong settings, data or model, and for a loss that is not finite."""
-EXIT_INTERRUPTED = 130
 
 
 def main() -> int:
     """Run the command line; returns the exit code."""
+    # Until the guard takes them, so that no thread of a library is interrupted: imports below start some.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    from transformers.utils import logging as transformers_logging
+
+    from ds_stochdpo.train import Guard, check_launch, dry_run, parse_settings, run_training
+
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
@@ -36,22 +35,28 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if rank != 0 or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
+    guard = Guard()
+    guard.start()
     try:
+        guard.meet()
         config = parse_settings(sys.argv[1:])
         if config.dry_run:
             plan = dry_run(config)
             if rank == 0:
                 print(plan)
             return 0
-        run_training(config)
-    except StochDPOError as error:
-        print(f"error [rank {rank}]: {error}", file=sys.stderr, flush=True)
-        return EXIT_MISTAKE
-    except KeyboardInterrupt:
-        print(f"interrupted [rank {rank}]: nothing was exported", file=sys.stderr, flush=True)
-        return EXIT_INTERRUPTED
+        check_launch()
+        run_training(config, guard)
+    except Exception as error:
+        return guard.end(error)
+    guard.finish()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code:
+        # An interpreter that shuts down takes seconds; a launcher that ends a job kills after 30 of them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

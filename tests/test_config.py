@@ -30,6 +30,7 @@ CHOICES = {
     "data_errors": ("stop", "skip"),
     "attn_implementation": ("auto", "flash_attn", "torch", "sdpa"),
     "coefficient": ("sampled",),
+    "non_finite": ("stop", "skip"),
     "position_sampler": POSITION_SAMPLERS,
     "prefix_sampler": PREFIX_SAMPLERS,
     "prefix_weighting": PREFIX_WEIGHTINGS,
@@ -189,6 +190,14 @@ def test_trackers_are_a_list_in_one_word(value, names):
 @pytest.mark.parametrize("value", [0, -1, 2.5, 4.0, "8", True, NAN])
 def test_sizes_are_whole_numbers_of_at_least_one(key, value):
     refused(rf"^{key} is {value!r}; it must be a whole number of at least 1\.$", **{key: value})
+
+
+def test_a_hang_is_seen_before_a_collective_gives_up():
+    refused(r"^step_timeout_s is 1800, but ddp_timeout is 1800; make ddp_timeout longer", step_timeout_s=1800)
+    refused(r"^step_timeout_s is -1; it must be a number in \[0, inf\)", step_timeout_s=-1)
+    refused(r"^ddp_timeout is 0; it must be a whole number of at least 1", ddp_timeout=0)
+    refused(r"^non_finite_limit is -1; it must be a whole number of at least 0", non_finite_limit=-1)
+    assert StochDPOConfig(step_timeout_s=0, ddp_timeout=1).step_timeout_s == 0
 
 
 def test_a_pair_needs_two_tokens():

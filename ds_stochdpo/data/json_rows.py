@@ -21,6 +21,8 @@ from ds_stochdpo.errors import DataError
 
 _JSON_SPACE = " \t\r\n"
 _MAX_DEPTH = 100
+_ARRAY_CHUNK = 2**16
+"""Bytes of an array that are read at once, at least."""
 _SPACES = re.compile(f"[{_JSON_SPACE}]*")
 
 
@@ -36,7 +38,10 @@ def json_rows(path: Path) -> Iterator[Row]:
     place = printable(str(path))
     try:
         with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as handle:
-            yield from _json_values(handle, place)
+            if _begins_array(handle):
+                yield from _array_rows(place, b"", handle, 1)
+            else:
+                yield from _json_values(handle, place)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{place}: cannot be read: {error}.") from error
 
@@ -54,7 +59,7 @@ def _json_values(handle: gzip.GzipFile | io.BufferedReader, place: str) -> Itera
             if not text:
                 continue
             if not started and text.lstrip(_JSON_SPACE).startswith("["):
-                yield from _array_rows(place, raw + handle.read(), number)
+                yield from _array_rows(place, raw, handle, number)
                 return
             value = _parse(text)
         started = True
@@ -86,42 +91,107 @@ def _parse(line: str) -> Any:
     return BrokenRow("not JSON", f"not valid JSON ({found}); accepted: one JSON object a line, or one JSON array")
 
 
-def _array_rows(file: str, raw: bytes, first_line: int) -> Iterator[Row]:
-    line, counted, previous = first_line, 0, 0
+def _begins_array(handle: gzip.GzipFile | io.BufferedReader) -> bool:
+    """Whether the file is an array, as far as its first bytes tell: read by lines, it may be one line of any length."""
     try:
-        text = raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-        for number, (row, start) in enumerate(_array_elements(text), start=1):
-            line, counted = line + text.count("\n", counted, start), start
+        return handle.peek(1).removeprefix(codecs.BOM_UTF8).lstrip(_JSON_SPACE.encode())[:1] == b"["
+    except (OSError, EOFError, zlib.error):
+        return False
+
+
+def _array_rows(file: str, raw: bytes, handle: gzip.GzipFile | io.BufferedReader, first_line: int) -> Iterator[Row]:
+    """Rows of the array that `raw` and then `handle` hold."""
+    text, previous = _ArrayText(raw, handle, first_line), 0
+    try:
+        for number, (row, line) in enumerate(_array_elements(text), start=1):
             # Where one line holds many rows, it takes the row's number to find one.
             yield row, f"{file}:{line}" + (f" (row {number})" if line == previous else "")
             previous = line
     except UnicodeDecodeError as error:
-        line = first_line + raw.count(b"\n", 0, error.start)
+        line = text.line_at(len(text.text)) + error.object.count(b"\n", 0, error.start)
         raise DataError(f"{file}:{line}: not UTF-8 ({error.reason}); save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
-        place, found = f"{file}:{first_line + error.lineno - 1}", f"{error.msg}, column {error.colno}"
+        column = error.colno + (text.column if error.lineno == 1 else 0)
+        place, found = f"{file}:{text.line_at(error.pos)}", f"{error.msg}, column {column}"
         raise DataError(f"{place}: not valid JSON ({found}); accepted: one JSON array of objects.") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}:{line}: not valid JSON in what follows ({error}).") from None
+        raise DataError(f"{file}:{text.row_line}: not valid JSON in what follows ({error}).") from None
 
 
-def _array_elements(text: str) -> Iterator[tuple[Any, int]]:
-    """Values of the array that `text` is, each with the offset where it begins."""
-    decoder = json.JSONDecoder()
-    at = _skip_space(text, text.index("[") + 1)
-    if text[at : at + 1] != "]":
+class _ArrayText:
+    """The part of a JSON array that is being read.
+
+    Attributes:
+        text: What is held of it.
+        at: Where the next value or separator is.
+        column: Characters before `text` in its first line.
+        row_line: Line on which the latest value begins.
+    """
+
+    def __init__(self, raw: bytes, handle: gzip.GzipFile | io.BufferedReader, first_line: int) -> None:
+        self._handle, self._line = handle, first_line
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self.text = self._decoder.decode(raw).removeprefix("\ufeff")
+        self.at, self.column, self.row_line = 0, 0, first_line
+
+    def line_at(self, offset: int) -> int:
+        """Line of the file at an offset of `text`."""
+        return self._line + self.text.count("\n", 0, offset)
+
+    def more(self) -> bool:
+        """Hold more of the array; False at its end. Twice as much each time, since a long value is tried again."""
+        chunk = self._handle.read(max(_ARRAY_CHUNK, len(self.text)))
+        is_start = not self.text and self._line == 1
+        text = self._decoder.decode(chunk, final=not chunk)
+        self.text += text.removeprefix("\ufeff") if is_start else text
+        return bool(chunk)
+
+    def advance(self, offset: int) -> None:
+        """Go on at an offset, behind space, and let go of what lies before if that is much."""
+        self.at = _skip_space(self.text, offset)
+        while self.at == len(self.text) and self.more():
+            self.at = _skip_space(self.text, self.at)
+        if self.at > _ARRAY_CHUNK:
+            last = self.text.rfind("\n", 0, self.at)
+            self.column = self.at - last - 1 if last >= 0 else self.column + self.at
+            self._line, self.text, self.at = self.line_at(self.at), self.text[self.at :], 0
+
+    def is_at(self, mark: str) -> bool:
+        """Whether `mark` comes next."""
+        return self.text.startswith(mark, self.at)
+
+    def value(self) -> Any:
+        """The next value, and go on behind it."""
+        decoder = json.JSONDecoder()
         while True:
-            value, end = decoder.raw_decode(text, at)
-            yield _checked_depth(value), at
-            at = _skip_space(text, end)
-            if text[at : at + 1] != ",":
+            try:
+                value, end = decoder.raw_decode(self.text, self.at)
+            except json.JSONDecodeError:
+                if not self.more():
+                    raise
+            else:
+                # A number at the end of what is held may go on.
+                if end < len(self.text) or not self.more():
+                    self.advance(end)
+                    return value
+
+
+def _array_elements(text: _ArrayText) -> Iterator[tuple[Any, int]]:
+    """Values of an array, each with the line where it begins."""
+    text.advance(0)
+    text.advance(text.at + 1)
+    if not text.is_at("]"):
+        while True:
+            text.row_line = text.line_at(text.at)
+            yield _checked_depth(text.value()), text.row_line
+            if not text.is_at(","):
                 break
-            at = _skip_space(text, at + 1)
-    if text[at : at + 1] != "]":
-        raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-    end = _skip_space(text, at + 1)
-    if end < len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
+            text.advance(text.at + 1)
+    if not text.is_at("]"):
+        raise json.JSONDecodeError("Expecting ',' or ']'", text.text, text.at)
+    text.advance(text.at + 1)
+    if text.at < len(text.text):
+        raise json.JSONDecodeError("Extra data", text.text, text.at)
 
 
 def _checked_depth(value: Any) -> Any:

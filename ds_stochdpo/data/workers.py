@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 
 import pyarrow as pa
@@ -77,7 +76,7 @@ def _in_processes(chunks: Iterator[list[Row]], tokenise: RowTokeniser, num_proc:
     # Forked, so that a script needs no guard for its main part and the tokenizer is there at once.
     context = multiprocessing.get_context("fork")
     waiting: collections.deque[Future[pa.RecordBatch]] = collections.deque()
-    with _quiet_fork(), ProcessPoolExecutor(num_proc, context, _start_worker, (tokenise,)) as pool:
+    with ProcessPoolExecutor(num_proc, context, _start_worker, (tokenise,)) as pool:
         try:
             first = itertools.islice(chunks, _WAITING_PER_PROCESS * num_proc)
             waiting.extend(pool.submit(_take_here, chunk) for chunk in first)
@@ -115,20 +114,6 @@ def _end_with_parent() -> None:
 
 def _take_here(chunk: list[Row]) -> pa.RecordBatch:
     return _take(_tokenise, chunk)
-
-
-@contextmanager
-def _quiet_fork() -> Iterator[None]:
-    """Tokenizers' own threads do not survive a fork, and it says so on every one unless they are switched off."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def with_progress(batches: Iterable[pa.RecordBatch], title: str, shown: bool | None) -> Batches:

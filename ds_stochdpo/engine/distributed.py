@@ -57,10 +57,18 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
         # A gloo process whose group still stands aborts at random on exit.
         atexit.register(_end_process_group)
         deepspeed.init_distributed(timeout=JOIN_TIMEOUT, verbose=False)
-        # Torch has one timeout for joining and for collectives; only a rank that hangs shall end the job.
-        dist.distributed_c10d._set_pg_timeout(timeout)
+        _limit_collectives(timeout)
         if get_accelerator().device_name() != "cpu":
             get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _limit_collectives(timeout: timedelta) -> None:
+    """Torch has one timeout for joining and for collectives, and its setter passes over groups that are debugged."""
+    group = dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend into one that checks every call.
+        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 def _end_process_group() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from ds_stochdpo.data.pair import PreferencePair
 from ds_stochdpo.engine.checkpoint import load_checkpoint, save_checkpoint
 from ds_stochdpo.engine.distributed import Ranks, peak_memory_gib
 from ds_stochdpo.engine.export import export_model
+from ds_stochdpo.engine.finite import FiniteGuard
 from ds_stochdpo.engine.frozen import FrozenReference
 from ds_stochdpo.engine.lockstep import check_reference, draw_over_ranks, plan_micro_batches, train_limits
-from ds_stochdpo.engine.norm import GradientNorm, NonFiniteGradientError
+from ds_stochdpo.engine.norm import GradientNorm
 from ds_stochdpo.engine.settings import zero_stage
 from ds_stochdpo.engine.step import PAIR_MEANS, TOKEN_SUMS, PairScores, micro_step, unpack_scores
-from ds_stochdpo.errors import ConfigError, StochDPOError
+from ds_stochdpo.engine.watch import NoWatch, Watch
+from ds_stochdpo.errors import ConfigError, Interrupted, NonFiniteError
 from ds_stochdpo.model import TwoLaneModel
 from ds_stochdpo.packing import (
     BatchLimits,
@@ -49,6 +51,8 @@ class StochDPOEngine:
         deepspeed: The DeepSpeed engine.
         epoch: Epoch whose draws are made when `train_step` gets none.
         reference: Frozen reference model, if there is one beside the policy.
+        watch: Is told of progress, and says when this rank wants to stop.
+        stop_agreed: Number of the signal on which all ranks stop after the last step; 0: none.
     """
 
     def __init__(
@@ -68,8 +72,10 @@ class StochDPOEngine:
         self.attention = attention
         self.epoch = 0
         self.reference: FrozenReference | None = None
+        self.watch: Watch = NoWatch()
+        self.stop_agreed = 0
         self._is_initial_policy = True
-        self._stopped = ""
+        self._finite = FiniteGuard(ranks, skips=config.non_finite == "skip", limit=config.non_finite_limit)
         self._norm = GradientNorm(ds_engine, stage=zero_stage(ds_config), max_norm=config.max_grad_norm)
 
     @property
@@ -119,12 +125,11 @@ class StochDPOEngine:
         Raises:
             ConfigError: If pairs lack the reference log-probs that the settings ask for.
             LockstepError: If the ranks are at different steps or have different settings.
-            StochDPOError: If loss or gradient are not finite. The weights are then those before the step, and the
-                engine takes no further one: the spoilt gradients are still in it.
+            NonFiniteError: If loss or gradient are not finite and `non_finite` is stop, or too often in a row. The
+                weights are then those before the step, and the engine takes no further one.
         """
         started, step = time.perf_counter(), self.step + 1
-        if self._stopped:
-            raise StochDPOError(f"this engine has stopped: {self._stopped}")
+        self._finite.require_running()
         check_reference(pairs, self.config)
         if draws is None:
             draws = draw_over_ranks(self.ranks, pairs, self.config, epoch=self.epoch, step=self.step)
@@ -133,27 +138,28 @@ class StochDPOEngine:
         undo_average = self.ranks.world_size
         sums = self._zero_sums()
         for indices in micro_batches:
-            micro_draws = [draws[i] for i in indices]
-            layout = self._with_reference(self._pack([pairs[i] for i in indices], micro_draws))
+            self.watch.beat()
+            micro_pairs, micro_draws = [pairs[i] for i in indices], [draws[i] for i in indices]
+            layout = self._with_reference(self._pack(micro_pairs, micro_draws))
             live, frozen = self.deepspeed(layout)
             outcome = micro_step(layout, micro_draws, live, frozen, self.config, num_pairs_global=num_pairs_global)
-            self.deepspeed.backward(outcome.surrogate * undo_average)
+            factor = self._finite.factor(outcome.sums, micro_pairs)
+            self.deepspeed.backward(outcome.surrogate * factor * undo_average)
             sums += outcome.sums
         full = sum(2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
         metrics = self._reduce(sums, full, num_pairs_global)
-        if not _is_finite(metrics):
-            self._stop(step, f"the loss is {metrics['loss']}", pairs)
         metrics |= self.module.routing_metrics(self.ranks.sum, self.ranks.device)
         metrics["learning_rate"] = self.learning_rate
         self._is_initial_policy = False
-        try:
-            self.deepspeed.step()
-            metrics["grad_norm"] = self._norm.last()
-        except NonFiniteGradientError:
-            self._stop(step, f"the gradient is not finite (loss {metrics['loss']})", pairs)
-        worst = torch.tensor([time.perf_counter() - started, peak_memory_gib()], dtype=torch.float64)
+        self.deepspeed.step()
+        metrics["grad_norm"] = self._norm.last()
+        metrics["steps/skipped"] = float(self.deepspeed.skipped_steps)
+        self._finite.judge(step, metrics["loss"], was_dropped=self._norm.was_dropped)
+        worst = torch.tensor([time.perf_counter() - started, peak_memory_gib(), self.watch.wanted], dtype=torch.float64)
         worst = self.ranks.max(worst.to(self.ranks.device))
-        metrics["time/step_s"], metrics["memory/peak_gib"] = worst.tolist()
+        metrics["time/step_s"], metrics["memory/peak_gib"], stop = worst.tolist()
+        self.stop_agreed = int(stop)
+        self.watch.rest()
         return metrics
 
     def evaluate(self, pairs: Sequence[PreferencePair], progress: Callable[[int], None] | None = None) -> Metrics:
@@ -169,7 +175,8 @@ class StochDPOEngine:
 
         Raises:
             ConfigError: If pairs lack the reference log-probs that the settings ask for.
-            StochDPOError: If the loss is not finite.
+            NonFiniteError: If the loss is not finite.
+            Interrupted: If a rank wants to stop.
         """
         check_reference(pairs, self.config)
         draws = [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
@@ -185,7 +192,7 @@ class StochDPOEngine:
                 progress(len(indices))
         metrics = {k: v for k, v in self._reduce(sums, 0, num_pairs_global).items() if k in PAIR_MEANS}
         if not _is_finite(metrics):
-            raise StochDPOError(f"evaluation after optimizer step {self.step}: loss is {metrics['loss']}; stopping.")
+            raise NonFiniteError(f"evaluation after optimizer step {self.step}: loss is {metrics['loss']}; stopping.")
         return metrics
 
     def score(
@@ -272,9 +279,18 @@ class StochDPOEngine:
         micro_batches, num_pairs_global = self._plan(pairs, draws, limits)
         with torch.no_grad(), self._evaluating():
             for indices in micro_batches:
+                self.watch.beat()
                 layout = self._pack([pairs[i] for i in indices], [draws[i] for i in indices])
                 live, frozen = model(layout)
                 yield indices, layout, live, frozen, num_pairs_global
+                self._stop_if_wanted()
+        self.watch.rest()
+
+    def _stop_if_wanted(self) -> None:
+        wanted = torch.tensor([self.watch.wanted], device=self.ranks.device)
+        # Every rank, after each of its micro-batches, whose number is the same on all.
+        if signum := int(self.ranks.max(wanted)):
+            raise Interrupted(signum)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -291,14 +307,6 @@ class StochDPOEngine:
         total = self.ranks.sum(torch.cat([sums, sums.new_tensor([full_tokens])])).tolist()
         means = {name: value / num_pairs_global for name, value in zip(PAIR_MEANS, total, strict=False)}
         return means | dict(zip((*TOKEN_SUMS, "tokens/full"), total[len(PAIR_MEANS) :], strict=True))
-
-    def _stop(self, step: int, what: str, pairs: Sequence[PreferencePair]) -> NoReturn:
-        # What is not finite is so on all ranks alike, so all of them stop here.
-        self._stopped = f"optimizer step {step}: {what}"
-        ids = [p.pair_id for p in pairs]
-        raise StochDPOError(
-            f"{self._stopped}; pairs of this rank: {ids}. Lower the learning rate, or look at these pairs."
-        )
 
 
 def _is_finite(metrics: Metrics) -> bool:

@@ -8,10 +8,6 @@ from typing import Any
 import torch
 
 
-class NonFiniteGradientError(ArithmeticError):
-    """The gradient holds inf or nan, so no step was taken; alike on all ranks."""
-
-
 class GradientNorm:
     """Global norm before clipping. At stage 0 it also clips, since DeepSpeed's fp32 stage 0 reports no norm."""
 
@@ -32,19 +28,19 @@ class GradientNorm:
     def _measure_and_clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._at_stage0 = float(torch.nn.utils.clip_grad_norm_(parameters, self._limit))
-        if not math.isfinite(self._at_stage0):
-            # Other stages leave the weights alone by themselves; here nothing else stands before the update.
-            raise NonFiniteGradientError
+        # Other stages drop such a gradient by themselves and say so in this attribute, by which DeepSpeed counts the
+        # step as skipped. A parameter without gradient is left alone by every torch optimizer, and so is its state.
+        optimizer.overflow = not math.isfinite(self._at_stage0)  # type: ignore[attr-defined]
+        if optimizer.overflow:  # type: ignore[attr-defined]
+            for parameter in parameters:
+                parameter.grad = None
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether the last step's gradient was not finite, so that no weight changed; alike on all ranks."""
+        return bool(getattr(self._engine.optimizer, "overflow", False))
 
     def last(self) -> float:
-        """Norm of the last step; nan before the first.
-
-        Raises:
-            NonFiniteGradientError: If that step's gradient was not finite, so that DeepSpeed left it out.
-        """
+        """Norm of the last step; nan before the first and where the gradient was not finite."""
         norm = self._engine.get_global_grad_norm() if self._at_stage0 is None else self._at_stage0
-        if norm is None:
-            return float("nan")
-        if not math.isfinite(norm):
-            raise NonFiniteGradientError
-        return float(norm)
+        return float("nan") if norm is None or self.was_dropped else float(norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.data import PreferencePair, Windows
 from ds_stochdpo.data.dataset import fingerprint_of
 from ds_stochdpo.engine import Metrics, StochDPOEngine
-from ds_stochdpo.errors import LockstepError
+from ds_stochdpo.errors import Interrupted, LockstepError
 from ds_stochdpo.packing import assign_to_ranks, pair_tokens
 from ds_stochdpo.pruning import PairDraw, full_draw, pair_cost
 from ds_stochdpo.train.checkpoints import Checkpoints
@@ -90,7 +91,17 @@ class TrainLoop:
         self._unlogged: list[Metrics] = []
 
     def run(self) -> None:
-        """Train, with an evaluation before and after. Collective."""
+        """Train, with an evaluation before and after. Collective.
+
+        Raises:
+            Interrupted: If a rank was sent a signal; where checkpoints are made, the present step then is in one.
+        """
+        try:
+            self._run()
+        except Interrupted as stop:
+            raise Interrupted(stop.signum, self._keep(signal.Signals(stop.signum).name)) from None
+
+    def _run(self) -> None:
         total = self.schedule.total_steps
         if self.engine.step == 0 and not self.evaluations:
             self.evaluate()
@@ -108,6 +119,8 @@ class TrainLoop:
         if step % config.logging_steps == 0 or is_last:
             self.record.metrics({"step": step, "epoch": self._epochs(), **_summary(self._unlogged)})
             self._unlogged = []
+        if self.engine.stop_agreed:
+            raise Interrupted(self.engine.stop_agreed)
         if config.eval_steps and step % config.eval_steps == 0 and not is_last:
             self.evaluate()
         if config.save_steps and (step % config.save_steps == 0 or is_last):
@@ -133,6 +146,17 @@ class TrainLoop:
         """Take up what `save_checkpoint` kept beside the engine's own state."""
         self._unlogged = [{name: float(value) for name, value in m.items()} for m in progress["unlogged"]]
         self.evaluations = [progress["first_evaluation"]] if progress["first_evaluation"] else []
+
+    def _keep(self, name: str) -> str:
+        """Save the present step if the run makes checkpoints; returns what is kept, alike on all ranks."""
+        step = self.engine.step
+        if not self.config.save_steps:
+            return f"{name} after optimizer step {step}; save_steps is not set, so nothing is kept"
+        if not step:
+            return f"{name} before the first optimizer step: there is nothing to keep"
+        self.save_checkpoint()
+        kept = f"checkpoint-{step} is complete: go on with --resume_from_checkpoint latest"
+        return f"{name} after optimizer step {step}; {kept}"
 
     def train_step(self) -> Metrics:
         """One optimizer step on the next window. Collective.
@@ -198,7 +222,10 @@ def _to_json(value: float) -> float | str:
 
 def _summary(window: Sequence[Metrics]) -> Metrics:
     """One line for some steps: their mean; the last learning rate; the largest memory."""
-    line = {name: sum(m[name] for m in window) / len(window) for name in window[-1]}
+    # A step that was passed over has no loss and no gradient.
+    taken = [m for m in window if math.isfinite(m["grad_norm"])] or window
+    line = {name: sum(m[name] for m in taken) / len(taken) for name in taken[-1]}
+    line["steps/skipped"] = window[-1]["steps/skipped"]
     line["learning_rate"] = window[-1]["learning_rate"]
     line["memory/peak_gib"] = max(m["memory/peak_gib"] for m in window)
     return line

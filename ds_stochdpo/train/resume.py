@@ -25,6 +25,7 @@ _FREE = frozenset(
     "output_dir overwrite_output_dir dry_run dry_run_ranks dry_run_model_config reference_cache_dir log_draws "
     "report_to logging_steps eval_steps save_steps save_total_limit resume_from_checkpoint resume_override deepspeed "
     "dataset_test_split dataset_num_proc per_device_eval_batch_size max_shard_size "
+    "step_timeout_s ddp_timeout non_finite non_finite_limit "
     # The fingerprints say whether these have changed anything.
     "model_name_or_path ref_model_name_or_path dataset_name dataset_train_split max_length max_prompt_length "
     "truncation_mode max_samples column_mapping data_errors "

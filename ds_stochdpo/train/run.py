@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,11 @@ from ds_stochdpo.engine import (
     weights_digest,
 )
 from ds_stochdpo.engine.checkpoint import load_checkpoint
-from ds_stochdpo.errors import ConfigError
+from ds_stochdpo.errors import ConfigError, Interrupted, NonFiniteError
 from ds_stochdpo.train.checkpoints import Checkpoints
+from ds_stochdpo.train.guard import Guard
 from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
+from ds_stochdpo.train.node_env import check_ranks_agree
 from ds_stochdpo.train.output_dir import claim_for, hold_output_dir
 from ds_stochdpo.train.progress import Progress
 from ds_stochdpo.train.record import RunRecord, commit, versions
@@ -55,16 +58,18 @@ from ds_stochdpo.train.trackers import check_trackers, start_trackers
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: StochDPOConfig) -> None:
+def run_training(config: StochDPOConfig, guard: Guard | None = None) -> None:
     """Train, evaluate, export and report. Every rank of the job calls this with the same settings.
 
     Data and settings are checked before the ranks meet, so a mistake ends all of them alike.
 
     Args:
         config: The settings.
+        guard: Watches over signals and hangs; None: nobody does.
 
     Raises:
         StochDPOError: If settings, data or model are wrong, a loss is not finite, or the export does not verify.
+        Interrupted: If a rank was sent a signal; the state is then in a checkpoint, where the run makes any.
     """
     if config.dry_run:
         raise ConfigError("dry_run is true, but run_training trains; call ds_stochdpo.train.dry_run for the plan.")
@@ -80,13 +85,17 @@ def run_training(config: StochDPOConfig) -> None:
     schedule = plan_schedule(resolved, num_pairs=num_pairs, world_size=world_size)
     set_seed(config.seed)
     all_pairs = [pair for pairs in (train_set, test_set) if isinstance(pairs, PairSet) for pair in pairs.pairs]
-    with process_group() as ranks, hold_output_dir(output_dir, ranks):
+    with process_group(timedelta(seconds=config.ddp_timeout)) as ranks, hold_output_dir(output_dir, ranks):
+        check_ranks_agree(ranks)
         # Again, now that no other run can write there.
         claim = ranks.on_main(lambda: claim_for(config))
         digests = _digests(config, ranks)
         identity = run_identity(resolved, ds, train_set, digests, world_size=world_size)
         start = choose_start(resolved, ranks, ds, identity)
         engine = _build_engine(config, ds, schedule, all_pairs, tokenizer)
+        if guard is not None:
+            guard.watch_for_hangs(config.step_timeout_s)
+            engine.watch, guard.can_finish = guard, True
         checkpoints = Checkpoints(output_dir, limit=config.save_total_limit, identity=identity)
         # Only now, when all settings have proved right, does anything of an earlier run go.
         with RunRecord(output_dir, writes=ranks.is_main, stale=claim.stale) as record:
@@ -105,11 +114,16 @@ def run_training(config: StochDPOConfig) -> None:
                 _restore(loop, start, continues=claim.continues)
             if config.save_steps:
                 checkpoints.warn_if_tight(engine, -(-schedule.total_steps // config.save_steps))
-            loop.run()
+            try:
+                loop.run()
+            except (Interrupted, NonFiniteError) as error:
+                record.run({**facts, "stopped": str(error), "exit_code": error.exit_code})
+                raise
             if isinstance(train_set, PairStream):
                 train_set.log_account()
             engine.export(output_dir, tokenizer)
             facts["data"] = _data_facts(train_set, test_set)
+            facts["steps"] = {"total": engine.step, "skipped": int(engine.deepspeed.skipped_steps)}
             record.run({**facts, "finished": True, "wall_s": round(time.time() - started, 1)})
         if ranks.is_main:
             write_report(output_dir)

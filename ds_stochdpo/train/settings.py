@@ -15,9 +15,17 @@ import yaml
 from transformers import HfArgumentParser
 
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.errors import ConfigError
+from ds_stochdpo.errors import ConfigError, LaunchError
 
 _YAML_NULL = ("", "null", "~")
+_LAUNCHER_OPTIONS = (
+    "-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators",
+    "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--no_ssh", "--no_ssh_check",
+    "--no_local_rank", "--force_multi", "--bind_cores_to_rank", "--bind_core_list", "--ssh_port", "--nnodes",
+    "--nproc_per_node", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port", "--rdzv_endpoint",
+    "--rdzv-endpoint", "--rdzv_backend", "--rdzv-backend", "--standalone",
+)  # fmt: skip
+"""Of deepspeed and torchrun: behind the script's name they would be taken for ours."""
 _USAGE = "deepspeed launch/train.py --config FILE.yaml [--KEY VALUE ...]"
 _DESCRIPTION = (
     "Preference alignment with a stochastically pruned DPO graph. Every key of the YAML file is also a flag, and a "
@@ -38,6 +46,7 @@ def parse_settings(arguments: Sequence[str]) -> StochDPOConfig:
     Raises:
         ConfigError: If a key or flag is unknown (with the nearest known one), a value has the wrong type, or the
             settings contradict each other.
+        LaunchError: If an option of the launcher stands behind the script's name.
     """
     parser = _parser()
     files, _ = _pre_parser().parse_known_args(arguments)
@@ -48,6 +57,9 @@ def parse_settings(arguments: Sequence[str]) -> StochDPOConfig:
         known, unknown = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}.") from None
+    if unknown and unknown[0].partition("=")[0] in _LAUNCHER_OPTIONS:
+        option = unknown[0].partition("=")[0]
+        raise LaunchError(f"{option} is an option of the launcher and comes too late: write it before launch/train.py.")
     if unknown:
         raise ConfigError(f"{unknown[0]} is no setting{_nearest(unknown[0].lstrip('-'))}")
     return StochDPOConfig(**{f.name: getattr(known, f.name) for f in dataclasses.fields(StochDPOConfig)})

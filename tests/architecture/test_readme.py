@@ -4,6 +4,8 @@ import dataclasses
 import re
 from pathlib import Path
 
+import pytest
+
 from ds_stochdpo import StochDPOConfig
 from ds_stochdpo.model import FAMILIES
 
@@ -31,16 +33,23 @@ def test_both_commands_are_there_and_run():
     assert "tests/run.sh" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_flags_in_the_readme_exist():
-    launcher = {
-        *("num_accelerators", "hostfile", "no_ssh", "node_rank", "master_addr", "master_port", "nnodes"),
-        *("nproc_per_node", "nodes", "ntasks-per-node", "gpus-per-node", "config", "help"),
-        *("workloads", "trl", "layers"),
-        *("prompt_tokens", "chosen_tokens", "rejected_tokens", "tflops", "gpus_per_node", "link_gbps", "node_gbps"),
-        *("plans", "json"),
-    }
+OTHER_FLAGS = set(
+    # Of the launchers, of launch/check_launch.py and of launch/inspect_data.py.
+    "hostfile include exclude num_nodes num_gpus no_ssh node_rank master_addr master_port nnodes nproc_per_node "
+    "shutdown_timeout write_env config help rows "
+    # Of launch/estimate.py.
+    "prompt_tokens chosen_tokens rejected_tokens tflops gpus_per_node link_gbps node_gbps plans nodes json "
+    # Of launch/bench.py.
+    "workloads trl layers sections variants".split()
+)
+
+
+@pytest.mark.parametrize("path", ["README.md", "launch/MULTI_NODE.md"])
+def test_flags_that_are_named_exist(path):
     fields = {f.name for f in dataclasses.fields(StochDPOConfig)}
-    assert set(re.findall(r"--([a-z][a-z_-]+)", README)) - launcher - fields == set()
+    named = set(re.findall(r"--([a-z][a-z0-9_]+)", (ROOT / path).read_text(encoding="utf-8")))
+    assert named
+    assert named - OTHER_FLAGS - fields == set()
 
 
 def test_the_models_named_are_those_supported():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ds_stochdpo import StochDPOError, add_reference
 from ds_stochdpo.packing import draw, pack_lanes
 from ds_stochdpo.pruning import full_draw
 from tests.cases.job import PRUNED, assert_same, deepspeed_json
@@ -162,3 +163,27 @@ def test_bf16_keeps_fp32_master_weights_so_that_small_steps_add_up(jobs, caplog)
     without = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
     jobs.run("llama", PAIRS, deepspeed_json(**without), max_steps=1)
     assert sum("no fp32 master weights" in record.getMessage() for record in caplog.records) == 1
+
+
+def impossible(engine, token):
+    """A head that gives one token the log-prob -inf wherever it is scored."""
+
+    def spoil(_, inputs, outputs):
+        return tuple(
+            torch.where(targets == token, -torch.inf, logp) for targets, logp in zip(inputs[1::2], outputs, strict=True)
+        )
+
+    return engine.module.lm.get_output_embeddings().register_forward_hook(spoil)
+
+
+def test_an_impossible_token_is_an_error_that_names_its_row(jobs):
+    """Before a step is taken: of 6 rows the fourth has it."""
+    rows = [*PAIRS[:3], {"prompt": "Name one.", "chosen": "Z", "rejected": "No"}, *PAIRS[3:5]]
+    engine, pairs = jobs.engine("llama", rows, deepspeed_json(0), reference="none")
+    hook = impossible(engine, pairs[3].chosen_ids[0])
+    with pytest.raises(StochDPOError, match=r"reference gives .* not finite for \['.*rows\d+.jsonl:4'\]"):
+        add_reference(engine, pairs)
+    prompt = replace(pairs[3], prompt_ids=pairs[3].chosen_ids[:1], chosen_ids=pairs[0].chosen_ids)
+    assert math.isfinite(engine.evaluate([prompt])["loss"])
+    hook.remove()
+    assert math.isfinite(engine.train_step(pairs)["loss"])

@@ -23,7 +23,7 @@ RUNS = {
     "exact": {"per_device_train_batch_size": 2, "ref_model_name_or_path": "other llama"},
     "pruned": {"per_device_train_batch_size": 2, "ref_model_name_or_path": "other llama", **PRUNED},
     "identical": {"dataset_name": "identical.jsonl", "position_keep": 0.5, "reference": "none"},
-    "uneven": {"dataset_name": "seven.jsonl", "per_device_train_batch_size": 1, "num_train_epochs": 2},
+    "uneven": {"dataset_name": "seven.jsonl", "per_device_train_batch_size": 1, "num_train_epochs": 2, "save_steps": 4},
     "two models": {"dataset_name": "seven.jsonl", "per_device_train_batch_size": 1, "max_steps": 50,
                    "reference": "online", "ref_model_name_or_path": "other llama", "branch": "single"},
     "long": {"dataset_name": "seven.jsonl", "per_device_train_batch_size": 1, "max_steps": 200, "reference": "none",
@@ -144,6 +144,8 @@ def test_an_uneven_epoch_ends_and_uses_every_row_once(two_ranks):
     epochs = [[line["pair_id"] for line in lines if (line["step"] > 4) == later] for later in (False, True)]
     assert [sorted(ids) for ids in epochs] == [list(range(7))] * 2
     assert epochs[0] != epochs[1]
+    # Saved at the end of each epoch.
+    assert {path.name for path in runs["uneven"].folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
     assert "8 optimizer steps of 2 pairs" in output_of(job, 0, "uneven")
     # The last step of an epoch has one pair, and divides by one.
     assert [len(runs["uneven"].steps), runs["uneven"].steps[-1]["step"]] == [8, 8]

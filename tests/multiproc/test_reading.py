@@ -53,6 +53,11 @@ def train_on_a_stream(path, record_folder, world_size):
     return {"metrics": metrics, "shares": shares, "counts": stream.counts, "fingerprint": stream.fingerprint}
 
 
+def collective_limit():
+    backend = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    return getattr(backend, "wrapped_pg", backend).options._timeout
+
+
 def tokenise_then_stream(_, folder):
     """Worker: rank 1 has a cache of its own, as on another machine; filling it takes longer than a collective may."""
     from ds_stochdpo import StochDPOConfig, load_pairs
@@ -69,6 +74,7 @@ def tokenise_then_stream(_, folder):
     done = {"seconds": time.monotonic() - begun}
     RowTokeniser.__call__ = call
     with process_group(timedelta(seconds=LIMIT_S)) as ranks:
+        done["limit"] = collective_limit()
         done["fingerprints"] = ranks.gather_objects(pairs.fingerprint)
         return done | train_on_a_stream(folder / "rows.jsonl", folder / "record", ranks.world_size)
 
@@ -87,12 +93,15 @@ def test_tokenising_may_take_longer_than_a_collective(two_ranks):
     assert first["fingerprints"] == second["fingerprints"] == first["fingerprints"][:1] * 2
 
 
+@pytest.mark.multiproc
 @pytest.mark.usefixtures("single_process")
-def test_collectives_keep_their_limit():
+def test_collectives_keep_their_limit(two_ranks):
     from ds_stochdpo.engine.distributed import COLLECTIVE_TIMEOUT
 
-    group = torch.distributed.distributed_c10d._get_default_group()
-    assert group._get_backend(torch.device("cpu")).options._timeout == COLLECTIVE_TIMEOUT
+    assert collective_limit() == COLLECTIVE_TIMEOUT
+    # There torch checks every call, through a wrapper with a limit of its own.
+    for rank in two_ranks[0]:
+        assert rank["limit"] == timedelta(seconds=LIMIT_S)
 
 
 @pytest.mark.multiproc

@@ -50,7 +50,7 @@ def train(ranks, folder, name, stage, **settings):
     from ds_stochdpo import StochDPOConfig
     from ds_stochdpo.train import run
 
-    run.process_group = lambda: contextlib.nullcontext(ranks)
+    run.process_group = lambda *_: contextlib.nullcontext(ranks)
     run.write_report = lambda folder: None
     values = {
         "model_name_or_path": str(folder / "model"),

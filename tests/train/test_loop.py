@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 
 import pytest
 
@@ -35,12 +36,15 @@ def test_schedule(num_pairs, settings, per_epoch, total, warmup):
     assert (plan.steps_per_epoch, plan.total_steps, plan.warmup_steps) == (per_epoch, total, warmup)
 
 
-def test_summary_means_over_steps_but_last_rate_and_largest_memory():
-    window = [
-        {"loss": 1.0, "learning_rate": 0.2, "memory/peak_gib": 3.0},
-        {"loss": 2.0, "learning_rate": 0.1, "memory/peak_gib": 1.0},
+def test_summary_means_over_steps_taken_but_last_rate_and_largest_memory():
+    taken = [
+        {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.2, "memory/peak_gib": 3.0, "steps/skipped": 0.0},
+        {"loss": 2.0, "grad_norm": 2.0, "learning_rate": 0.1, "memory/peak_gib": 1.0, "steps/skipped": 1.0},
     ]
-    assert _summary(window) == {"loss": 1.5, "learning_rate": 0.1, "memory/peak_gib": 3.0}
+    skipped = {**taken[0], "loss": math.nan, "grad_norm": math.nan, "memory/peak_gib": 4.0, "steps/skipped": 1.0}
+    line = {"loss": 1.5, "grad_norm": 1.5, "learning_rate": 0.1, "memory/peak_gib": 4.0, "steps/skipped": 1.0}
+    assert _summary([taken[0], skipped, taken[1]]) == line
+    assert math.isnan(_summary([skipped])["loss"])
 
 
 def test_progress_in_a_pipe_is_about_ten_lines_and_only_where_shown(caplog):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_stochdpo import ConfigError, StochDPOConfig
+from ds_stochdpo import ConfigError, LaunchError, StochDPOConfig
 from ds_stochdpo.train import parse_settings
 
 
@@ -90,3 +90,10 @@ def test_mistakes_on_the_command_line(arguments, match):
 def test_mistakes_in_the_file(tmp_path, text, match):
     with pytest.raises(ConfigError, match=match):
         parse_settings(yaml_file(tmp_path, text))
+
+
+@pytest.mark.parametrize("option", ["--master_port", "--hostfile", "--include", "--num_gpus", "--nproc_per_node"])
+def test_an_option_of_the_launcher_behind_the_script_is_reported(option):
+    for arguments in ([option, "29501"], [f"{option}=29501"]):
+        with pytest.raises(LaunchError, match=f"^{option} is an option of the launcher.*before launch/train.py"):
+            parse_settings(["--beta", "0.2", *arguments])
