@@ -122,6 +122,7 @@ def load_checkpoint(engine: StochDPOEngine, folder: Path) -> dict[str, Any]:
     check_convertible(state, folder, stage=stage, world_size=ranks.world_size)
     # Scoring may have left gathers under way, which DeepSpeed 0.19.8 refuses to partition.
     engine.deepspeed.empty_partition_cache()
+    options = _options(engine.deepspeed)
     is_same = stage == 0 or (state["zero_stage"], state["world_size"]) == (stage, ranks.world_size)
     try:
         with weights_only():
@@ -133,6 +134,7 @@ def load_checkpoint(engine: StochDPOEngine, folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} cannot be loaded without running what a file in it asks for ({' '.join(str(error).split())})."
         ) from error
+    _take_own_options(engine.deepspeed, *options)
     if engine.step != state["step"]:
         raise CheckpointError(f"{folder} says optimizer step {state['step']}, but DeepSpeed loaded {engine.step}.")
     _load_generators(folder, ranks.rank, same_ranks=state["world_size"] == ranks.world_size)
@@ -151,6 +153,28 @@ def check_same_folder(ranks: Ranks, folder: Path) -> None:
             f"rank(s) {others} do not see the checkpoint that rank 0 sees at {folder}; "
             "checkpoints belong on a file system that all machines share."
         )
+
+
+def _options(ds_engine: Any) -> tuple[list[dict[str, Any]], list[float] | None]:
+    """Options of each parameter group, and the rates that the schedule scales."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in ds_engine.optimizer.param_groups]
+    return groups, list(ds_engine.lr_scheduler.base_lrs) if ds_engine.lr_scheduler else None
+
+
+def _take_own_options(ds_engine: Any, groups: list[dict[str, Any]], base_lrs: list[float] | None) -> None:
+    """Put this run's options back, which differ from the saved ones where a change was allowed.
+
+    Also needed without a change: a universal checkpoint gives every group the options of the first (DeepSpeed 0.19.8 at
+    ZeRO-3), so that weight decay would reach the norms.
+    """
+    scheduler = ds_engine.lr_scheduler
+    for group, own in zip(ds_engine.optimizer.param_groups, groups, strict=True):
+        group.update(own if base_lrs is None else {**own, "lr": group["lr"]})
+    if base_lrs is not None and scheduler.base_lrs != base_lrs:
+        scheduler.base_lrs = base_lrs
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        for group, base, factor in zip(ds_engine.optimizer.param_groups, base_lrs, factors, strict=True):
+            group["lr"] = base * factor
 
 
 def state_bytes(engine: StochDPOEngine) -> int:

@@ -74,12 +74,10 @@ def load_universal(ds_engine: Any, ranks: Ranks, folder: Path, tag: str) -> None
     """
     universal = folder.with_name(f".{folder.name}.universal")
     ranks.on_main(lambda: _convert(folder / tag, universal / tag))
-    groups = ds_engine.optimizer.optimizer.param_groups
-    options = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
     with _expecting_universal(ds_engine):
         # Every rank: each reads its share of every tensor.
         ds_engine.load_checkpoint(str(universal), tag=tag)
-    _mend(ds_engine.optimizer.optimizer, options)
+    _separate_steps(ds_engine.optimizer.optimizer)
     ranks.barrier()
     if ranks.is_main:
         shutil.rmtree(universal, ignore_errors=True)
@@ -94,14 +92,8 @@ def _expecting_universal(ds_engine: Any) -> Iterator[None]:
         ds_engine._config.load_universal_checkpoint = False
 
 
-def _mend(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    """Undo two slips of DeepSpeed 0.19.8 at ZeRO-3, which matter as soon as there are several groups.
-
-    It gives every group the options of the first one (so that weight decay reaches norms), and every parameter the
-    same step tensor, which Adam then counts up once for each of them.
-    """
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
+def _separate_steps(optimizer: Any) -> None:
+    """DeepSpeed 0.19.8 gives all groups at ZeRO-3 one step tensor, which Adam then counts up once for each of them."""
     for state in optimizer.state.values():
         if hasattr(state.get("step"), "clone"):
             state["step"] = state["step"].clone()
@@ -148,7 +140,7 @@ def _follow(process: subprocess.Popen[bytes], target: Path) -> None:
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
             cut, merged = (sum(1 for _ in path.glob("*")) for path in (target / "tmp", target / "zero"))
-            logger.info("converting: %d tensors cut out, %d put together", cut, merged)
+            logger.info("converting: %d tensors %s", merged or cut, "put together" if merged else "cut out")
 
 
 def run_converter(source: str, target: str) -> None:

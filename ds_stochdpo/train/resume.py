@@ -35,7 +35,7 @@ _FREE = frozenset(
 """Settings that may be changed when a run is resumed."""
 _ROUNDING = frozenset(
     "max_tokens_per_micro_batch gradient_checkpointing attn_implementation share_prompt share_response_start "
-    "score_chunk_rows score_recompute".split()
+    "score_chunk_rows score_recompute mlp_tile_tokens activation_offload".split()
 )
 """Settings that change nothing but rounding; a change is told and recorded."""
 _STREAMED = tuple(
@@ -156,6 +156,7 @@ def choose_start(config: StochDPOConfig, ranks: Ranks, ds: dict[str, Any], own: 
     check_convertible(state, folder, stage=zero_stage(ds), world_size=ranks.world_size)
     saved = state["run"]
     changes = _differences(saved["identity"], own["identity"])
+    _check_layout(folder, saved["identity"], own["identity"])
     known = set(own["identity"]) | set(_ALIASES)
     _check_changes(config, folder, changes, known=known, world_size=ranks.world_size)
     changes |= _differences(saved["rounding"], own["rounding"])
@@ -217,6 +218,22 @@ def _check_changes(
             f"{folder} was saved with other settings than this run has:{rows}\n"
             "Give the saved ones, or name those that may differ in resume_override (true: all of them)."
         )
+
+
+def _check_layout(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Changes that no override allows, since DeepSpeed's state is laid out by them."""
+    reasons = {
+        "bf16": (saved["bf16"], own["bf16"]),
+        "optimizer.type": (saved["optimizer"]["type"], own["optimizer"]["type"]),
+        # Without decay all parameters form one group.
+        "weight_decay (from or to 0)": (bool(saved["weight_decay"]), bool(own["weight_decay"])),
+    }
+    for key, (before, now) in reasons.items():
+        if before != now:
+            raise CheckpointError(
+                f"{folder} cannot go on with another {key}: saved {before}, given {now}. Give the saved one, or begin "
+                "a new run from exported weights: name their folder as model_name_or_path."
+            )
 
 
 def _shown(value: Any) -> str:

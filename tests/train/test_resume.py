@@ -52,6 +52,7 @@ def train(job, single_process, monkeypatch):
             "position_keep": 0.5,
             "lr_scheduler_type": "cosine",
             "warmup_steps": 2,
+            "weight_decay": 0.1,
             "log_draws": True,
             "max_steps": 7,
             **settings,
@@ -163,6 +164,38 @@ def test_an_override_is_recorded_and_settings_that_do_not_matter_are_free(saved,
     assert start["step"] == 6
     assert start["changes"] == {"beta": [0.1, 0.2], "seed": [0, 1], "score_chunk_rows": [256, 8]}
     assert "another score_chunk_rows: saved 256, given 8" in caplog.text
+
+
+def test_an_overridden_rate_and_decay_are_those_of_the_steps(job, saved, train):
+    """Another rate scales what is left of the schedule; the files' own rate and decay would take its place."""
+    faster = {"type": "AdamW", "params": {**ADAMW["params"], "lr": 2e-3}}
+    (job / "faster.json").write_text(json.dumps({"optimizer": faster, "zero_optimization": {"stage": 1}}))
+    shutil.rmtree(saved / "checkpoint-7")
+    settings = {"deepspeed": "faster.json", "resume_from_checkpoint": "latest"}
+    train("copy", **settings, weight_decay=1000.0, resume_override="learning_rate,weight_decay")
+    before, after = logged(job / "saved")[-1], logged(saved)[-1]
+    assert after["learning_rate"] == pytest.approx(2 * before["learning_rate"])
+    assert after["loss"] == before["loss"]
+    slow, fast = (load_file(job / name / "model.safetensors") for name in ("saved", "copy"))
+    name, rate = "model.layers.0.mlp.up_proj.weight", after["learning_rate"]
+    # Decay takes rate x 1000 of each weight; Adam moves each by about the rate.
+    torch.testing.assert_close(fast[name], (1 - 1000 * rate) * slow[name], rtol=0, atol=3 * rate)
+    assert (fast[name] - slow[name]).abs().max() > 10 * rate
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"weight_decay": 0.0}, r"another weight_decay \(from or to 0\): saved True, given False"),
+        ({"bf16": True}, "another bf16: saved False, given True"),
+        ({"deepspeed": "sgd.json"}, "another optimizer.type: saved AdamW, given SGD"),
+    ],
+)
+def test_what_no_override_allows(job, saved, train, settings, words):
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}
+    (job / "sgd.json").write_text(json.dumps(sgd))
+    with pytest.raises(CheckpointError, match=words):
+        train("copy", resume_from_checkpoint="latest", resume_override="true", **settings)
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(job, saved, train, caplog):
