@@ -69,8 +69,8 @@ def test_ctrl_c(inputs, times):
     else:
         assert "SIGINT twice: ended at once" in job.last_words(), job.output()
         assert newest_complete(inputs / "ctrl-c-2")
-    # One is DeepSpeed's own.
-    assert job.output().count("Traceback") <= 1
+    # DeepSpeed's first process shows where it waited; no rank does.
+    assert 'launch/train.py", line' not in job.output()
     with socket.socket() as probe:
         # As a listener of the next job does: closed connections linger.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
