@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import socket
 import time
@@ -24,8 +25,10 @@ from torch import Tensor
 from ds_stochdpo.engine.compiled_ops import skip_cpu_comm_build
 from ds_stochdpo.errors import StochDPOError
 
+logger = logging.getLogger(__name__)
+
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-JOIN_TIMEOUT = timedelta(days=7)
+JOIN_TIMEOUT = timedelta(days=1)
 """Wait for the other ranks to come: those of a machine that has still to tokenise may come hours after the others."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 _T = TypeVar("_T")
@@ -56,6 +59,9 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     if not dist.is_initialized():
         # A gloo process whose group still stands aborts at random on exit.
         atexit.register(_end_process_group)
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            logger.info("waiting for all %s ranks at %s", os.environ["WORLD_SIZE"], place)
         deepspeed.init_distributed(timeout=JOIN_TIMEOUT, verbose=False)
         _limit_collectives(timeout)
         if get_accelerator().device_name() != "cpu":
