@@ -158,13 +158,14 @@ def test_mistakes_are_sentences(inspect, rows, flags, message):
 
 
 def test_colour_and_width_are_for_terminals(inspect, monkeypatch):
-    _, plain, _ = inspect(ROWS, "--rows", "4")
+    rows = [*ROWS, {"prompt": "Esc \x1b[31m", "chosen": "a", "rejected": "b"}]
+    _, plain, _ = inspect(rows, "--rows", "5")
+    # What a row holds cannot speak to the terminal itself.
+    assert "    | Esc \\x1b[31m\n" in plain
     assert "\x1b" not in plain
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     _, painted, _ = inspect(ROWS, "--rows", "4")
     assert "    > \x1b[32m{It is} blue.<|im_end|>\x1b[0m\n" in painted
-    # What a row holds cannot speak to the terminal itself.
-    assert "\x1b[31m\n" not in painted
     texts = [line for line in painted.splitlines() if line.startswith("    > ")]
     assert max(len(line.replace("\x1b[32m", "").replace("\x1b[31m", "").replace("\x1b[0m", "")) for line in texts) == 40
