@@ -70,8 +70,7 @@ class TrainLoop:
         record: RunRecord,
         windows: Windows,
         test_pairs: Sequence[PreferencePair] = (),
-        *,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         """Set up the loop.
 
@@ -81,7 +80,7 @@ class TrainLoop:
             record: Where metrics go.
             windows: Training pairs of each step, with reference log-probs if those are cached; alike on every rank.
             test_pairs: Held-out pairs, likewise; none: no evaluation.
-            checkpoints: Where the run is saved.
+            checkpoints: Where the run is saved; None: nowhere.
         """
         self.engine, self.schedule, self.record = engine, schedule, record
         self.windows, self.test_pairs = windows, test_pairs
@@ -132,6 +131,8 @@ class TrainLoop:
         Raises:
             CheckpointError: On every rank, if it cannot be written.
         """
+        if self.checkpoints is None:
+            return
         self.checkpoints.save(
             self.engine,
             {

@@ -109,9 +109,9 @@ def run_training(config: StochDPOConfig, guard: Guard | None = None) -> None:
             windows, test_pairs = _pairs_to_train(
                 engine, train_set, test_set, tokenizer, digests, pairs_per_step=schedule.pairs_per_step
             )
-            loop = TrainLoop(engine, schedule, record, windows, test_pairs, checkpoints=checkpoints)
+            loop = TrainLoop(engine, schedule, record, windows, test_pairs, checkpoints)
             if start:
-                _restore(loop, start, continues=claim.continues)
+                _restore(loop, start, checkpoints if claim.continues else None)
             if config.save_steps:
                 checkpoints.warn_if_tight(engine, -(-schedule.total_steps // config.save_steps))
             try:
@@ -130,13 +130,13 @@ def run_training(config: StochDPOConfig, guard: Guard | None = None) -> None:
             _announce_end(loop, output_dir)
 
 
-def _restore(loop: TrainLoop, start: Start, *, continues: bool) -> None:
+def _restore(loop: TrainLoop, start: Start, continued: Checkpoints | None) -> None:
     """Load the checkpoint; after the reference was scored, for which the policy had to be the initial one."""
     load_checkpoint(loop.engine, start.folder)
     loop.restore(start.progress)
-    if continues:
+    if continued is not None:
         loop.record.cut(start.progress["lines"])
-        loop.checkpoints.last_step = loop.engine.step
+        continued.last_step = loop.engine.step
 
 
 def _digests(config: StochDPOConfig, ranks: Ranks) -> dict[str, str | None]:

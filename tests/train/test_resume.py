@@ -36,7 +36,7 @@ def job(tmp_path_factory, single_process):
 @pytest.fixture
 def train(job, single_process, monkeypatch):
     """Runs the training script's own function inside the process group of the tests, without its report."""
-    monkeypatch.setattr(run, "process_group", lambda: contextlib.nullcontext(single_process))
+    monkeypatch.setattr(run, "process_group", lambda *_: contextlib.nullcontext(single_process))
     monkeypatch.setattr(run, "write_report", lambda folder: None)
     monkeypatch.chdir(job)
 
