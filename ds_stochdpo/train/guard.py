@@ -146,7 +146,9 @@ class Guard:
     def _on_signal(self, signum: int, name: str) -> None:
         code = EXIT_SIGNAL + signum
         if self._presses > 1:
-            own = Fault(self.rank, code, f"{name} twice: ended at once; checkpoints that were complete still are")
+            # Whatever has come since, such as the end of the launcher, which Ctrl-C reaches too.
+            code = EXIT_SIGNAL + signal.SIGINT
+            own = Fault(self.rank, code, "SIGINT twice: ended at once; checkpoints that were complete still are")
             if self._ending.claim(own, limit_s=TICK_S):
                 speak(f"stopped [rank {self.rank}]: {own.text}")
             os._exit(code)
