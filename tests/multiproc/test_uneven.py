@@ -114,7 +114,7 @@ def test_numbers_that_blow_up_stop_every_rank_and_keep_the_checkpoints(inputs, j
     messages = jobs[2][0]
     assert messages[0] == messages[1]
     assert "is not finite" in messages[0]
-    assert "pair ids" in messages[0]
+    assert "pairs for which it is not finite: " in messages[0]
     folder = inputs / "blown up" / "2"
     run = json.loads((folder / "run.json").read_text())
     assert run["stopped"] == messages[0]
