@@ -7,6 +7,7 @@ with the vocabulary. Shape letters: K rows, R rows of one chunk, D hidden, V voc
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class _ChunkedLogps(torch.autograd.Function):
         logp_K = torch.empty(len(hidden_KD), dtype=out_dtype, device=hidden_KD.device)
         log_norm_K = torch.empty_like(logp_K)
         kept: list[Tensor] = []
-        for rows in _tiles(len(hidden_KD), options.chunk_rows):
+        for rows in _even_tiles(len(hidden_KD), options.chunk_rows):
             logit_R = torch.full_like(logp_K[rows], -torch.inf)
             log_norm_R = logit_R.clone()
             for vocab in _tiles(len(weight), len(weight) if keeps else VOCAB_TILE):
@@ -72,7 +73,7 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_KD) if wants_hidden else None
         # Tiles add up in fp32 even for 16-bit weights, or the sum would depend on their number.
         grad_weight = torch.zeros_like(weight, dtype=grad_K.dtype) if wants_weight else None
-        for i, rows in enumerate(_tiles(len(hidden_KD), options.chunk_rows)):
+        for i, rows in enumerate(_even_tiles(len(hidden_KD), options.chunk_rows)):
             hidden_RD, factor = hidden_KD[rows], grad_K[rows, None]
             # The incoming gradient goes to rows of the width of the model, not to those of the vocabulary.
             scaled_RD = (hidden_RD * factor).to(hidden_KD.dtype)
@@ -94,6 +95,13 @@ class _ChunkedLogps(torch.autograd.Function):
 
 def _tiles(length: int, tile: int) -> list[slice]:
     return [slice(i, min(i + tile, length)) for i in range(0, length, tile)]
+
+
+def _even_tiles(length: int, most: int) -> list[slice]:
+    """As few tiles as `most` allows, alike in length: a short last one would read all of the head for a few rows."""
+    count = -(-length // most)
+    edges = [length * i // count for i in range(count + 1)] if count else []
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def _inside(target_R: Tensor, vocab: slice) -> tuple[Tensor, Tensor]:
