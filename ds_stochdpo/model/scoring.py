@@ -48,16 +48,17 @@ class _ChunkedLogps(torch.autograd.Function):
         log_norm_K = torch.empty_like(logp_K)
         kept: list[Tensor] = []
         for rows in _even_tiles(len(hidden_KD), options.chunk_rows):
+            if keeps:
+                logp_K[rows], slope = _whole_rows(hidden_KD[rows], weight, target_K[rows], options)
+                kept.append(slope.to(hidden_KD.dtype))
+                continue
             logit_R = torch.full_like(logp_K[rows], -torch.inf)
             log_norm_R = logit_R.clone()
-            for vocab in _tiles(len(weight), len(weight) if keeps else VOCAB_TILE):
+            for vocab in _tiles(len(weight), VOCAB_TILE):
                 logits = _logits(hidden_KD[rows], weight[vocab], options)
                 index, is_inside = _inside(target_K[rows], vocab)
                 logit_R = torch.where(is_inside, logits.gather(-1, index).squeeze(-1), logit_R)
                 log_norm_R = torch.logaddexp(log_norm_R, torch.logsumexp(logits, dim=-1))
-                if keeps:
-                    slope = _slope(logits, log_norm_R, target_K[rows], vocab, options)
-                    kept.append(slope.to(hidden_KD.dtype))
             logp_K[rows] = logit_R - log_norm_R
             log_norm_K[rows] = log_norm_R
         ctx.options = options
@@ -124,17 +125,30 @@ def _logits(hidden_RD: Tensor, weight: Tensor, options: ScoringOptions) -> Tenso
 
 def _slope(logits: Tensor, log_norm_R: Tensor, target_R: Tensor, vocab: slice, options: ScoringOptions) -> Tensor:
     """Slope of the log-probs of one tile in hidden @ weight.T, in the memory of `logits`."""
-    cap_slope = None
-    if options.logit_softcap is not None:
-        cap_slope = 1 - (logits / options.logit_softcap) ** 2
-    slope = logits.sub_(log_norm_R[:, None]).exp_().neg_()
+    factor = _cap_slope(logits, options)
     index, is_inside = _inside(target_R, vocab)
+    slope = logits.sub_(log_norm_R[:, None]).exp_().neg_()
     slope.scatter_add_(-1, index, is_inside[:, None].to(slope.dtype))
-    if cap_slope is not None:
-        slope *= cap_slope
-    if options.logit_scale != 1.0:
-        slope *= options.logit_scale
-    return slope
+    return slope if factor is None else slope.mul_(factor)
+
+
+def _whole_rows(hidden_RD: Tensor, weight: Tensor, target_R: Tensor, options: ScoringOptions) -> tuple[Tensor, Tensor]:
+    """Log-probs of some rows and their slope in hidden @ weight.T [R, V], for a backward pass that rebuilds nothing."""
+    logits = _logits(hidden_RD, weight, options)
+    factor = _cap_slope(logits, options)
+    log_probs = logits.log_softmax(-1)
+    index = target_R[:, None]
+    logp_R = log_probs.gather(-1, index).squeeze(-1)
+    slope = log_probs.exp_().neg_()
+    slope.scatter_add_(-1, index, torch.ones_like(index, dtype=slope.dtype))
+    return logp_R, slope if factor is None else slope.mul_(factor)
+
+
+def _cap_slope(logits: Tensor, options: ScoringOptions) -> Tensor | float | None:
+    """Slope of scaled and capped logits in the plain ones; None: 1."""
+    if options.logit_softcap is not None:
+        return (1 - (logits / options.logit_softcap) ** 2) * options.logit_scale
+    return options.logit_scale if options.logit_scale != 1.0 else None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -138,6 +138,7 @@ def measure_head(config: StochDPOConfig, num_layers: int, num_rounds: int) -> di
         options = ScoringOptions(config.score_chunk_rows, recompute)
         (chunked_logps(hidden, weight, target, options) * slope).sum().backward()
 
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     forms = {"full": full, "chunked": lambda: chunked(True), "chunks_kept": lambda: chunked(False)}
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(num_rounds + 1):
@@ -152,7 +153,8 @@ def measure_head(config: StochDPOConfig, num_layers: int, num_rounds: int) -> di
     for name, work in forms.items():
         with TensorMeter(model) as meter:
             work()
-        live[name] = meter.peak_bytes
+        # Both forms make the two gradients; what the head itself needs is beyond them.
+        live[name] = meter.peak_bytes - sum(t.numel() * t.element_size() for t in (weight, hidden))
     return {
         "rows": HEAD_ROWS,
         "vocab": weight.shape[0],
