@@ -188,7 +188,9 @@ class StochDPOConfig:
         False, "Keep inputs of recomputed layers in host memory until then (gradient_checkpointing). CPU: no effect."
     )
     mlp_tile_tokens: int | None = _doc(
-        None, "Tokens that meet a feed-forward block at once, each tile recomputed in the backward pass. None: all."
+        None,
+        "Tokens that meet a feed-forward block at once, each tile recomputed in the backward pass; not at ZeRO stage 2. "
+        "None: all.",
     )
     attn_implementation: Literal["auto", "flash_attn", "torch", "sdpa"] = _doc(
         "auto", "Attention backend; auto picks the first of flash_attn, torch, sdpa that the device can run."

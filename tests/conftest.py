@@ -25,6 +25,12 @@ def same_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def plain_linear(monkeypatch):
+    """Torch's own linear layer: ZeRO-3 puts another one in its place for the life of a process, which does more."""
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
+
+
 @pytest.fixture(scope="session")
 def single_process():
     """DeepSpeed keeps its groups for the life of a process, so all engine tests of this process share one."""

@@ -50,8 +50,9 @@ def main():
         # In the middle of a step: the other rank is, or will soon be, in a collective.
         nonlocal calls
         calls += self.training
-        time.sleep(float(os.environ.get("STEP_S", "0")))
         print(f"pid {os.getpid()} rank {os.environ.get('RANK')} in step {calls}", flush=True)
+        # After the word, so that who waits for it can act while the step is under way.
+        time.sleep(float(os.environ.get("STEP_S", "0")))
         if is_here and calls == int(step):
             happen(what)
         return inner(self, *args, **kwargs)

@@ -20,6 +20,8 @@ from ds_stochdpo.pruning import draw_pairs
 from tests.oracle import padded_dpo_loss, random_pairs
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_model
 
+pytestmark = pytest.mark.usefixtures("plain_linear")
+
 VOCAB = 1500
 PAIRS = random_pairs([(40, 120, 60), (100, 30, 80), (12, 70, 160), (50, 90, 90)], VOCAB, shared=3)
 LONGEST = 180

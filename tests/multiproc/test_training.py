@@ -63,9 +63,8 @@ CASES = {
     "z3-smollm3-adamw": Case(3, tie=True, kind="smollm3", optimizer="ADAMW"),
     "z3-gemma3-sgd": Case(3, tie=True, kind="gemma3_text", pruning="PRUNED_OTHERWISE"),
     "z1-tied-sgd-recompute": Case(1, tie=True, checkpointing=True),
-    "z2-untied-adamw-tiled-engine-draws": Case(
-        2, optimizer="ADAMW", gives_draws=False, pruning="PRUNED_OTHERWISE", mlp_tile=5
-    ),
+    "z2-untied-adamw-engine-draws": Case(2, optimizer="ADAMW", gives_draws=False, pruning="PRUNED_OTHERWISE"),
+    "z1-untied-sgd-tiled": Case(1, gives_draws=False, pruning="PRUNED_OTHERWISE", mlp_tile=5),
     "z3-empty-rank": Case(3, num_first=(8, 4, 0, 8), micro_pairs=3, checkpointing=True),
     "z1-empty-rank": Case(1, num_first=(8, 0, 8, 4), micro_pairs=3, gives_draws=False),
     "z3-token-budget": Case(3, tie=True, micro_pairs=4, max_tokens=30),

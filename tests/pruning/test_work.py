@@ -23,6 +23,8 @@ from ds_stochdpo.pruning import (
 from tests.oracle import padded_dpo_loss, random_pairs
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_model
 
+pytestmark = pytest.mark.usefixtures("plain_linear")
+
 VOCAB = 400
 LENGTHS = [(9, 30, 14), (25, 8, 21), (3, 17, 40), (14, 22, 22)]
 SHAPE = ModelShape(hidden=4096, layers=32, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)

@@ -21,6 +21,8 @@ from ds_stochdpo.train.forecast import forecast
 from ds_stochdpo.train.outlook import look_ahead
 from tests.tiny import tiny_llama, tiny_tokenizer, write_pairs
 
+pytestmark = pytest.mark.usefixtures("plain_linear")
+
 CLUSTER = Cluster(tflops=0.001, gpus_per_node=4, link_gbps=8.0, node_gbps=0.8)
 
 
