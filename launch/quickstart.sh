@@ -36,7 +36,7 @@ deepspeed --num_accelerators "$ranks" --master_port "$port" --log_level error la
     --config launch/recipes/quickstart.yaml --gradient_accumulation_steps "$((2 / ranks))" ||
     stop "training failed; the message of the first rank that stopped is above."
 
-say "4/4  stock DPO, exact packed DPO and pruned DPO side by side on the same pairs (about 4 minutes on 2 CPU cores)"
+say "4/4  stock DPO, exact packed DPO and pruned DPO side by side on the same pairs (about 5 minutes on 2 CPU cores)"
 # One variant runs at a time, so it has all cores.
 OMP_NUM_THREADS="$cores" python launch/bench.py --config launch/recipes/quickstart.yaml --output_dir outputs/quickstart_bench \
     --layers 0 --batch_size 4 --rounds 3 --draws 2 --variants stock exact all ||

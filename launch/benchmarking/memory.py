@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from benchmarking.variants import Bench, BenchVariant
 from benchmarking.workload import Workload
@@ -61,6 +62,7 @@ def measure_memory(
 def _work(
     pipe: Any, variant: BenchVariant, workload: Workload, config: StochDPOConfig, num_layers: int, turns: list[int]
 ) -> None:
+    transformers_logging.disable_progress_bar()
     bench = Bench(config, num_layers, (variant.form,))
     pairs = workload.pairs[: variant.num_pairs]
     # The first step makes gradients and optimizer state, which are no part of a variant's own memory.
