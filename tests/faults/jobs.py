@@ -110,7 +110,8 @@ class Job:
         """Until so many ranks have said that they are in this step."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
-            said = re.findall(rf"pid (\d+) rank (\d) in step {step}\n", self.output())
+            # Two ranks write at the same moment, so that a word of one may stand before the end of the other's line.
+            said = set(re.findall(rf"pid (\d+) rank (\d) in step {step}(?!\d)", self.output()))
             self._look()
             if len(said) == num_ranks:
                 self.ranks = {int(rank): int(pid) for pid, rank in said}
