@@ -189,8 +189,7 @@ class StochDPOConfig:
     )
     mlp_tile_tokens: int | None = _doc(
         None,
-        "Tokens that meet a feed-forward block at once, each tile recomputed in the backward pass; not at ZeRO stage "
-        "2. None: all.",
+        "Tokens that meet a feed-forward block at once, each tile recomputed in the backward pass. None: all.",
     )
     attn_implementation: Literal["auto", "flash_attn", "torch", "sdpa"] = _doc(
         "auto", "Attention backend; auto picks the first of flash_attn, torch, sdpa that the device can run."

@@ -87,11 +87,6 @@ def resolve_settings(
     _check_train_batch(config, given, ds, world_size)
     stage = zero_stage(ds)
     _check_precision(config, ds, stage)
-    if config.mlp_tile_tokens is not None and stage == 2:
-        raise ConfigError(
-            f"mlp_tile_tokens is {config.mlp_tile_tokens} with ZeRO stage 2, where DeepSpeed 0.19.8 loses part of the "
-            "gradient of what runs in tiles; use stage 3 or 1, or leave mlp_tile_tokens out."
-        )
     ds["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
     # The engine counts the micro-steps itself: their number changes with the token budget.
     ds["gradient_accumulation_steps"] = 1

@@ -29,8 +29,10 @@ class Case:
     num_first: tuple = (4, 4, 4, 4)
     micro_pairs: int = 2
     max_tokens: int | None = None
-    # Fewer tokens than a lane has.
+    # Fewer tokens than a lane of rank 0 has, more than some of rank 1.
     mlp_tile: int | None = None
+    # Elements that ZeRO collects before it adds them up over the ranks: whatever is first in them on each rank.
+    bucket: int = 500_000_000
 
     @property
     def settings(self):
@@ -63,6 +65,15 @@ CASES = {
     "z3-smollm3-adamw": Case(3, tie=True, kind="smollm3", optimizer="ADAMW"),
     "z3-gemma3-sgd": Case(3, tie=True, kind="gemma3_text", pruning="PRUNED_OTHERWISE"),
     "z1-tied-sgd-recompute": Case(1, tie=True, checkpointing=True),
+    "z2-untied-sgd-tiled": Case(2, mlp_tile=5, bucket=1500),
+    "z2-tied-sgd-recompute-tiled-empty-rank": Case(
+        2, tie=True, checkpointing=True, mlp_tile=25, num_first=(8, 4, 0, 8), pruning="PRUNED_OTHERWISE"
+    ),
+    "z3-untied-sgd-tiled-small-buckets": Case(3, mlp_tile=25, bucket=1500),
+    "z3-mixtral-sgd-small-buckets": Case(3, kind="mixtral", bucket=1500, num_first=(8, 4, 0, 8)),
+    "z2-qwen3_moe-sgd-recompute-tiled": Case(
+        2, kind="qwen3_moe", checkpointing=True, mlp_tile=5, num_first=(8, 4, 0, 8)
+    ),
     "z2-untied-adamw-engine-draws": Case(2, optimizer="ADAMW", gives_draws=False, pruning="PRUNED_OTHERWISE"),
     "z1-untied-sgd-tiled": Case(1, gives_draws=False, pruning="PRUNED_OTHERWISE", mlp_tile=5),
     "z3-empty-rank": Case(3, num_first=(8, 4, 0, 8), micro_pairs=3, checkpointing=True),
@@ -85,7 +96,9 @@ def train_on_ranks(names, folder):
             engine = ds_stochdpo.initialize(
                 model=lm,
                 config=ds_stochdpo.StochDPOConfig(**case.settings),
-                deepspeed=cases.deepspeed_json(case.stage, getattr(cases, case.optimizer)),
+                deepspeed=cases.deepspeed_json(
+                    case.stage, getattr(cases, case.optimizer), reduce_bucket_size=case.bucket
+                ),
             )
             layouts = []
             engine.module.register_forward_pre_hook(lambda _, args, seen=layouts: seen.append(args[0].pair_ids))
