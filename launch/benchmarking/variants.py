@@ -76,8 +76,9 @@ class BenchVariant:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the work of a step depends on what is drawn."""
-        return self.work.plan.prefix_keep < 1 or self.work.plan.position_keep < 1
+        """Whether the work of a step depends on what is drawn: the kept response of a pair may be the longer one."""
+        plan = self.work.plan
+        return plan.prefix_keep < 1 or plan.position_keep < 1 or plan.branch == "single"
 
 
 def variant_of(name: str, config: StochDPOConfig, num_pairs: int) -> BenchVariant:
