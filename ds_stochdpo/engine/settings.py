@@ -21,6 +21,7 @@ _NEVER = 2**31 - 1
 
 _MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Sections with which DeepSpeed 0.19.8 logs by itself."""
+_BF16_STATES = "bf16_optimizer_states"
 
 _SHARED: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("per_device_train_batch_size", ("train_micro_batch_size_per_gpu",), 8),
@@ -220,6 +221,15 @@ def _check_precision(config: StochDPOConfig, ds: dict[str, Any], stage: int) -> 
         raise ConfigError(
             "bf16 is true with ZeRO stage 0, where DeepSpeed 0.19.8 lets gradients drift; "
             "set zero_optimization.stage to 1, 2 or 3 in the DeepSpeed JSON, or bf16: false."
+        )
+    # DeepSpeed 0.19.8 asserts both, once the model is loaded.
+    master, states = (bool(ds.get("bf16", {}).get(key)) for key in ("bf16_master_weights_and_grads", _BF16_STATES))
+    if states and not master:
+        raise ConfigError(f"bf16.{_BF16_STATES} is true without bf16.bf16_master_weights_and_grads; set both or none.")
+    if master and not states and "offload_optimizer" not in ds.get("zero_optimization", {}):
+        raise ConfigError(
+            "bf16.bf16_master_weights_and_grads is true, but DeepSpeed keeps fp32 optimizer states beside bf16 weights "
+            f"on the host only; add zero_optimization.offload_optimizer, or set bf16.{_BF16_STATES}: true."
         )
 
 

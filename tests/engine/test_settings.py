@@ -79,6 +79,10 @@ def test_numbers_of_the_json_stand_where_ours_are_unset():
         ({"tensorboard": {"enabled": True}}, {}, ["tensorboard.enabled", "surrogate", "report_to"]),
         ({"zero_optimization": {"stage": 0}}, {"bf16": True}, ["stage 0", "drift"]),
         ({"bf16": {"enabled": True}}, {"bf16": False}, ["bf16", "bf16.enabled"]),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {"bf16": True},
+         ["bf16_optimizer_states is true without bf16.bf16_master_weights_and_grads"]),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {"bf16": True},
+         ["bf16.bf16_master_weights_and_grads", "offload_optimizer", "bf16.bf16_optimizer_states"]),
     ],
 )  # fmt: skip
 def test_contradictions_name_both_sides(ds, settings, words):
