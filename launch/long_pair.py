@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,6 +164,8 @@ def measure(step, settings: argparse.Namespace, meter: PeakMeter, lm: LlamaForCa
 
 def work(variant: str, settings: argparse.Namespace, pipe) -> None:
     """Body of a variant's process."""
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.manual_seed(0)
     torch.set_num_threads(settings.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -48,7 +48,7 @@ def write_page(record: Mapping[str, Any], section_lines: Sequence[str], folder: 
         "which all variants take turns; where the work is drawn, the ratio is of means over the draws. Rings are what "
         "the count of floating-point operations predicts. Peak memory is beyond weights, gradients and optimizer "
         "state. Pruning buys time with noise in the gradient, which no bar here shows.</p>"
-        f"<img alt='Times faster than stock DPO, and peak memory' src='data:image/png;base64,{_encoded(picture)}'>"
+        f"<img alt='Times faster than the baseline, and peak memory' src='data:image/png;base64,{_encoded(picture)}'>"
         f"<pre>{html.escape(chr(10).join([*lines, *section_lines]))}</pre></html>"
     )
     (folder / "bench.html").write_text(page, encoding="utf-8")
@@ -59,24 +59,28 @@ def _encoded(path: Path) -> str:
 
 
 def _draw(workloads: Sequence[Mapping[str, Any]]) -> Figure:
-    """One row a batch: times faster than stock on the left, peak memory on the right."""
+    """One row a batch: times faster than the baseline on the left, peak memory on the right where it was measured."""
     most = max(len(w["variants"]) for w in workloads)
+    has_memory = any(row["memory"] for w in workloads for row in w["variants"])
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.02, hspace=0.06)
     size = (13.0, len(workloads) * (1.1 + 0.3 * most))
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    grid = figure.subplots(len(workloads), 2, squeeze=False, width_ratios=(1.6, 1))
-    for (speed, memory), workload in zip(grid, workloads, strict=True):
+    grid = figure.subplots(len(workloads), 1 + has_memory, squeeze=False, width_ratios=(1.6, 1)[: 1 + has_memory])
+    for (speed, *memory), workload in zip(grid, workloads, strict=True):
         rows = list(reversed(workload["variants"]))
         titles = [row["title"] for row in rows]
-        _draw_speed(speed, rows, {r["fast"]: r for r in workload["ratios"] if r["slow"] == "stock"})
+        base = workload["baseline"]
+        _draw_speed(speed, rows, {r["fast"]: r for r in workload["ratios"] if r["slow"] == base})
         speed.set_yticks(range(len(rows)), titles, fontsize=8.5, color=INK)
         facts = workload["workload"]
-        heading = f"{facts['name']}, {facts['pairs']} pairs: times faster than stock DPO (ring: by operations)"
+        first = "stock DPO" if base == "stock" else base
+        heading = f"{facts['name']}, {facts['pairs']} pairs\ntimes faster than {first} (ring: by operations)"
         speed.set_title(heading, loc="left", fontsize=10.5, color=INK)
-        _draw_memory(memory, rows)
-        memory.set_yticks([])
-        memory.set_title("peak memory of a step, of stock DPO's", loc="left", fontsize=10.5, color=INK)
+        for axes in memory:
+            _draw_memory(axes, rows)
+            axes.set_yticks([])
+            axes.set_title(f"\npeak memory of a step, of that of {first}", loc="left", fontsize=10.5, color=INK)
     return figure
 
 
@@ -96,11 +100,11 @@ def _draw_speed(axes: Any, rows: Sequence[Mapping[str, Any]], ratios: Mapping[st
 
 def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     for place, row in enumerate(rows):
-        if row["peak_of_stock"] is None:
+        if row["peak_of_baseline"] is None:
             continue
-        axes.barh(place, row["peak_of_stock"], BAR, color=BLUE)
-        text = f"{row['peak_of_stock']:.2f}x, {row['memory']['peak_mib']:.0f} MiB"
-        axes.annotate(text, (row["peak_of_stock"], place), xytext=(5, 0), textcoords="offset points", va="center",
+        axes.barh(place, row["peak_of_baseline"], BAR, color=BLUE)
+        text = f"{row['peak_of_baseline']:.2f}x, {row['memory']['peak_mib']:.0f} MiB"
+        axes.annotate(text, (row["peak_of_baseline"], place), xytext=(5, 0), textcoords="offset points", va="center",
                       fontsize=8.5, color=INK)  # fmt: skip
     _finish(axes)
 

@@ -40,6 +40,19 @@ def test_a_rank_that_fails_ends_the_job(inputs, fault, code, words):
         assert "stack of rank 0" not in job.output()
 
 
+def test_an_exception_after_a_save_leaves_what_was_saved(inputs):
+    """Saving is entered by all ranks or by none: two steps are saved, the third fails on one rank."""
+    with jobs.start(inputs, fault="raise", step=3, save_steps=1, output_dir="saved") as job:
+        assert job.end(jobs.START_LIMIT_S) == 1, job.output()
+    assert "error [rank 1]: RuntimeError: deliberately broken step" in job.last_words(), job.output()
+    assert newest_complete(inputs / "saved").name == "checkpoint-2"
+    assert not list((inputs / "saved").glob("model*.safetensors"))
+    with jobs.start(inputs, save_steps=1, output_dir="saved", resume_from_checkpoint="latest") as job:
+        assert job.end(jobs.START_LIMIT_S) == 0, job.output()
+    assert "resuming from saved/checkpoint-2, optimizer step 2" in job.output()
+    assert (inputs / "saved" / "model.safetensors").exists()
+
+
 @pytest.fixture
 def small_disk(inputs):
     """A file system of 2 MiB; needs root."""
