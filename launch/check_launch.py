@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from ds_stochdpo.errors import LaunchError
-from ds_stochdpo.train.hostfile import plan_hosts, read_hostfile
-from ds_stochdpo.train.launch_checks import DEEPSPEED_SWITCHES
-from ds_stochdpo.train.node_env import NEEDED, env_files, forwarded, mask, read_env_file
+from ds_stochdpo.job.hostfile import plan_hosts, read_hostfile
+from ds_stochdpo.job.launch_checks import DEEPSPEED_SWITCHES
+from ds_stochdpo.job.node_env import NEEDED, env_files, forwarded, mask, read_env_file
 
 VALUED = ("--master_port", "--node_rank", "--launcher", "--launcher_args", "--ssh_port", "--bind_core_list",
           "--venv_script", "--log_level", "--enable_each_rank_log")  # fmt: skip

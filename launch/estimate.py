@@ -23,11 +23,11 @@ from transformers.utils import logging as transformers_logging
 
 from ds_stochdpo.config import StochDPOConfig
 from ds_stochdpo.errors import ConfigError, StochDPOError
+from ds_stochdpo.planning.estimate import OWN, Estimate, estimate, plans_for
+from ds_stochdpo.planning.estimate_page import estimate_page
+from ds_stochdpo.planning.outlook import look_ahead
 from ds_stochdpo.pruning.traffic import Cluster
 from ds_stochdpo.train import parse_settings
-from ds_stochdpo.train.estimate import OWN, Estimate, estimate, plans_for
-from ds_stochdpo.train.estimate_page import estimate_page
-from ds_stochdpo.train.outlook import look_ahead
 
 EXIT_MISTAKE = 2
 LENGTHS = ("prompt_tokens", "chosen_tokens", "rejected_tokens")

@@ -19,7 +19,9 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     from transformers.utils import logging as transformers_logging
 
-    from ds_stochdpo.train import Guard, check_launch, dry_run, parse_settings, run_training
+    from ds_stochdpo.job import Guard, check_launch
+    from ds_stochdpo.planning import dry_run
+    from ds_stochdpo.train import parse_settings, run_training
 
     rank = int(os.environ.get("RANK", "0"))
     logging.basicConfig(

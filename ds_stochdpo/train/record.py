@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import logging
 import math
 import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +20,6 @@ from ds_stochdpo.train.output_dir import remove
 from ds_stochdpo.train.trackers import Tracker, log_line
 
 logger = logging.getLogger(__name__)
-
-_PACKAGES = ("ds_stochdpo", "torch", "deepspeed", "transformers", "datasets", "safetensors", "flash_attn")
 
 
 class RunRecord:
@@ -157,24 +152,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what decides a run's numbers."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str | None:
-    """Commit of the source tree this package runs from; None outside a git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

@@ -44,13 +44,12 @@ from ds_stochdpo.engine import (
 )
 from ds_stochdpo.engine.checkpoint import load_checkpoint
 from ds_stochdpo.errors import ConfigError, Interrupted, NonFiniteError
+from ds_stochdpo.job import Guard, check_ranks_agree, commit, versions
 from ds_stochdpo.train.checkpoints import Checkpoints
-from ds_stochdpo.train.guard import Guard
 from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
-from ds_stochdpo.train.node_env import check_ranks_agree
 from ds_stochdpo.train.output_dir import claim_for, hold_output_dir
 from ds_stochdpo.train.progress import Progress
-from ds_stochdpo.train.record import RunRecord, commit, versions
+from ds_stochdpo.train.record import RunRecord
 from ds_stochdpo.train.report import write_report
 from ds_stochdpo.train.resume import Start, choose_start, run_identity
 from ds_stochdpo.train.trackers import check_trackers, start_trackers
@@ -72,7 +71,7 @@ def run_training(config: StochDPOConfig, guard: Guard | None = None) -> None:
         Interrupted: If a rank was sent a signal; the state is then in a checkpoint, where the run makes any.
     """
     if config.dry_run:
-        raise ConfigError("dry_run is true, but run_training trains; call ds_stochdpo.train.dry_run for the plan.")
+        raise ConfigError("dry_run is true, but run_training trains; call ds_stochdpo.planning.dry_run for the plan.")
     started = time.time()
     output_dir = Path(config.output_dir)
     check_trackers(config)

@@ -17,10 +17,10 @@ from benchmarking.timing import Ratio, Rounds, ratio
 from benchmarking.variants import BenchVariant
 from benchmarking.workload import Workload
 from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.job import commit, versions
 from ds_stochdpo.packing import pair_lengths
 from ds_stochdpo.pruning import ModelShape
 from ds_stochdpo.pruning.work import StepWork, expected_step_work
-from ds_stochdpo.train.record import commit, versions
 
 FORMAT = 1
 TITLE = 70
@@ -32,7 +32,7 @@ COMPARED = (
     ("trl_compact", "exact"),
     ("trl_compact", "all"),
 )
-"""Pairs of variants that get a line of their own where both were measured, beside the comparison with `stock`."""
+"""Pairs of variants that get a line of their own where both were measured, beside the comparison with the baseline."""
 
 
 def run_facts(config: StochDPOConfig, num_layers: int, num_rounds: int, device: torch.device) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def workload_record(
         peers: Titles of the peers, by name.
     """
     work = {name: expected_work(variant, workload, shape) for name, variant in variants.items()}
-    stock = memory.get("stock")
+    names = list(rounds)
+    baseline = "stock" if "stock" in names else names[0]
+    base = memory.get(baseline)
 
     def row(name: str) -> dict[str, Any]:
         variant = variants.get(name)
@@ -87,15 +89,15 @@ def workload_record(
             "step_s": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
             "work": dataclasses.asdict(work[name]) | {"total": work[name].total} if variant else None,
             "memory": dataclasses.asdict(memory[name]) if name in memory else None,
-            "peak_of_stock": memory[name].peak_mib / stock.peak_mib if name in memory and stock else None,
+            "peak_of_baseline": memory[name].peak_mib / base.peak_mib if name in memory and base else None,
         }
         return figures
 
-    names = list(rounds)
-    compared = [("stock", n) for n in names if n != "stock" and "stock" in names]
-    compared += [(n, f) for n, f in COMPARED if n in names and f in names]
+    compared = [(baseline, n) for n in names if n != baseline]
+    compared += [(n, f) for n, f in COMPARED if n in names and f in names and n != baseline]
     return {
         "workload": workload.facts(),
+        "baseline": baseline,
         "variants": [row(name) for name in names],
         "ratios": [_ratio_row(slow, fast, variants, rounds, work) for slow, fast in compared],
     }
@@ -134,19 +136,20 @@ def table(record: Mapping[str, Any]) -> Iterator[str]:
     facts = record["workload"]
     longest = max(prompt + max(chosen, rejected) for prompt, chosen, rejected in facts["lengths"])
     yield f"{facts['name']}: {facts['pairs']} pairs, longest row {longest} tokens"
-    columns = (("step, s", 9), ("range", 15), ("faster", 9), ("of FLOP ratio", 15), ("peak, MiB", 11), ("of stock", 10))
+    of_base = "of stock" if record["baseline"] == "stock" else "of first"
+    columns = (("step, s", 9), ("range", 15), ("faster", 9), ("of FLOP ratio", 15), ("peak, MiB", 11), (of_base, 10))
     yield f"  {'':{TITLE}s}" + "".join(f"{title:>{width}s}" for title, width in columns)
-    against_stock = {r["fast"]: r for r in record["ratios"] if r["slow"] == "stock"}
+    against_baseline = {r["fast"]: r for r in record["ratios"] if r["slow"] == record["baseline"]}
     for row in record["variants"]:
-        step, faster, memory = row["step_s"], against_stock.get(row["name"]), row["memory"]
+        step, faster, memory = row["step_s"], against_baseline.get(row["name"]), row["memory"]
         spread = f"{step['min']:.2f}-{step['max']:.2f}"
         gain = f"{faster['faster']:8.2f}x" if faster else " " * 9
         share = f"{faster['of_predicted']:15.2f}" if faster and faster["of_predicted"] else " " * 15
         peak = f"{memory['peak_mib']:11.0f}" if memory else ""
-        of_stock = f"{row['peak_of_stock']:9.2f}x" if row["peak_of_stock"] else ""
-        yield f"  {row['title']:{TITLE}s}{step['median']:9.2f}{spread:>15s}{gain}{share}{peak}{of_stock}".rstrip()
+        share_of_base = f"{row['peak_of_baseline']:9.2f}x" if row["peak_of_baseline"] else ""
+        yield f"  {row['title']:{TITLE}s}{step['median']:9.2f}{spread:>15s}{gain}{share}{peak}{share_of_base}".rstrip()
     for row in record["ratios"]:
-        if row["slow"] != "stock":
+        if (row["slow"], row["fast"]) in COMPARED:
             expected = f", FLOP ratio {row['predicted']:.2f}" if row["predicted"] else ""
             yield (
                 f"  {row['slow']} / {row['fast']}: {row['faster']:.2f}x "

@@ -10,7 +10,7 @@ import ds_stochdpo
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ds_stochdpo.__file__).parent
-FLOORS = ("config", "pruning", "data", "packing", "model", "engine", "train", "launch")
+FLOORS = ("config", "pruning", "data", "packing", "model", "engine", "job", "train", "planning", "launch")
 """Lowest first; `config` stands for config.py, checks.py and errors.py."""
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAUNCH = sorted((ROOT / "launch").rglob("*.py"))

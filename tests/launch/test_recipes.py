@@ -11,7 +11,8 @@ import yaml
 
 from ds_stochdpo import ConfigError, ModelError, StochDPOConfig
 from ds_stochdpo.engine.outline import model_outline
-from ds_stochdpo.train import dry_run, run_training
+from ds_stochdpo.planning import dry_run
+from ds_stochdpo.train import run_training
 from tests.tiny import tiny_llama, tiny_tokenizer, write_pairs
 
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from ds_stochdpo.engine.board import Fault, FaultBoard
 from ds_stochdpo.errors import EXIT_HANG, EXIT_SIGNAL, EXIT_UNEXPECTED, StochDPOError
-from ds_stochdpo.train.ending import Ending, lost_text, speak
-from ds_stochdpo.train.launcher import find_launchers
+from ds_stochdpo.job.ending import Ending, lost_text, speak
+from ds_stochdpo.job.launcher import find_launchers
 
 logger = logging.getLogger(__name__)
 

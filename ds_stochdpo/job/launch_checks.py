@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_stochdpo.train.hostfile import read_hostfile
-from ds_stochdpo.train.launcher import find_launchers
+from ds_stochdpo.job.hostfile import read_hostfile
+from ds_stochdpo.job.launcher import find_launchers
 
 _HOSTFILE = ("-H", "--hostfile")
 DEEPSPEED_SWITCHES = (

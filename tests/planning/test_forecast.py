@@ -3,8 +3,8 @@
 import pytest
 
 from ds_stochdpo import StochDPOConfig
+from ds_stochdpo.planning.forecast import assumed_lengths, assumed_pairs, forecast, stock_of
 from ds_stochdpo.pruning import ModelShape
-from ds_stochdpo.train.forecast import assumed_lengths, assumed_pairs, forecast, stock_of
 
 SHAPE = ModelShape(hidden=32, layers=2, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=97)
 

@@ -34,9 +34,9 @@ from ds_stochdpo.model import (
 )
 from ds_stochdpo.model.rehearsal import Kernel
 from ds_stochdpo.packing import pack_lanes
+from ds_stochdpo.planning.forecast import MOST_STEPS, Forecast, MicroBatch, assumed_lengths, assumed_pairs, forecast
 from ds_stochdpo.pruning import ModelShape, Variant
 from ds_stochdpo.pruning.memory import Held, StatePlan, model_state
-from ds_stochdpo.train.forecast import MOST_STEPS, Forecast, MicroBatch, assumed_lengths, assumed_pairs, forecast
 
 FEWEST_PAIRS = 64
 """Assumed pairs that are drawn at least, so that means over the draws settle."""

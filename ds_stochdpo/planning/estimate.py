@@ -12,11 +12,11 @@ from typing import Any
 
 from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.model import StepMemory
+from ds_stochdpo.planning.forecast import variant_of
+from ds_stochdpo.planning.outlook import Outlook
 from ds_stochdpo.pruning import StepWork, Variant, ladder
 from ds_stochdpo.pruning.memory import Held
 from ds_stochdpo.pruning.traffic import Cluster, Traffic, step_traffic
-from ds_stochdpo.train.forecast import variant_of
-from ds_stochdpo.train.outlook import Outlook
 
 OWN = "these settings"
 """Name of the plan that the settings themselves are."""

@@ -13,12 +13,12 @@ from ds_stochdpo.engine import load_tokenizer
 from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.model.rehearsal import lanes_logps, measure_step
 from ds_stochdpo.packing import draw, pack_lanes
+from ds_stochdpo.planning.estimate import OWN, estimate, plans_for
+from ds_stochdpo.planning.estimate_page import estimate_page
+from ds_stochdpo.planning.forecast import forecast
+from ds_stochdpo.planning.outlook import look_ahead
 from ds_stochdpo.pruning import count_flops
 from ds_stochdpo.pruning.traffic import Cluster
-from ds_stochdpo.train.estimate import OWN, estimate, plans_for
-from ds_stochdpo.train.estimate_page import estimate_page
-from ds_stochdpo.train.forecast import forecast
-from ds_stochdpo.train.outlook import look_ahead
 from tests.tiny import tiny_llama, tiny_tokenizer, write_pairs
 
 pytestmark = pytest.mark.usefixtures("plain_linear")

@@ -4,10 +4,10 @@ import pytest
 from deepspeed.launcher import runner
 
 from ds_stochdpo import LaunchError
-from ds_stochdpo.train.hostfile import plan_hosts, read_hostfile
-from ds_stochdpo.train.launch_checks import named_hostfile
-from ds_stochdpo.train.launcher import is_launcher
-from ds_stochdpo.train.node_env import check_ranks_agree, env_files, forwarded, mask, read_env_file
+from ds_stochdpo.job.hostfile import plan_hosts, read_hostfile
+from ds_stochdpo.job.launch_checks import named_hostfile
+from ds_stochdpo.job.launcher import is_launcher
+from ds_stochdpo.job.node_env import check_ranks_agree, env_files, forwarded, mask, read_env_file
 
 GOOD = "# two machines\n\nhostA slots=4\n  hostB   slots=2  \n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-START = "import time; from ds_stochdpo.train import Guard; guard = Guard(); guard.start()\n"
+START = "import time; from ds_stochdpo.job import Guard; guard = Guard(); guard.start()\n"
 
 
 def guarded(code):

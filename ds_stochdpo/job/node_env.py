@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_stochdpo.engine import Ranks
 from ds_stochdpo.errors import LaunchError
-from ds_stochdpo.train.record import versions
+from ds_stochdpo.job.software import versions
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
-from ds_stochdpo.train.estimate import Estimate, Scale
+from ds_stochdpo.planning.estimate import Estimate, Scale
 
 GIB = 2**30
 TERA = 1e12

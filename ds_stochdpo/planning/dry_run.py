@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
-from ds_stochdpo.train.forecast import Forecast, stock_of, variant_of
+from ds_stochdpo.planning.forecast import Forecast, stock_of, variant_of
+from ds_stochdpo.planning.outlook import Outlook, look_ahead
 from ds_stochdpo.train.loop import plan_schedule
-from ds_stochdpo.train.outlook import Outlook, look_ahead
 from ds_stochdpo.train.output_dir import claim_for
 from ds_stochdpo.train.trackers import check_trackers
 
