@@ -235,8 +235,8 @@ def _check_precision(config: StochDPOConfig, ds: dict[str, Any], stage: int) -> 
 
 def _fill_optimizer(config: StochDPOConfig, ds: dict[str, Any]) -> None:
     if "optimizer" not in ds:
-        # torch's AdamW: DeepSpeed's own would be compiled at start.
-        ds["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+        # torch's AdamW, whose kernels are there: DeepSpeed's own would be compiled at start.
+        ds["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
         if "offload_optimizer" in ds.get("zero_optimization", {}):
             ds["zero_force_ds_cpu_optimizer"] = False
     params = ds["optimizer"].setdefault("params", {})

@@ -38,6 +38,8 @@ _ROUNDING = frozenset(
     "score_chunk_rows score_recompute mlp_tile_tokens activation_offload".split()
 )
 """Settings that change nothing but rounding; a change is told and recorded."""
+_SAME_STEP = ("lr", "weight_decay", "torch_adam", "fused", "foreach")
+"""Of the optimizer in the JSON: two are settings of ours, the others choose a kernel."""
 _STREAMED = tuple(
     "dataset_train_split max_length max_prompt_length truncation_mode max_samples column_mapping data_errors".split()
 )
@@ -107,7 +109,7 @@ def run_identity(
         "data": _data_identity(settings, train_set),
         "optimizer": {
             "type": ds["optimizer"]["type"],
-            **{key: value for key, value in params.items() if key not in ("lr", "weight_decay", "torch_adam")},
+            **{key: value for key, value in params.items() if key not in _SAME_STEP},
         },
         **digests,
     }

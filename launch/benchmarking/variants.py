@@ -151,7 +151,7 @@ class Bench:
             self._modules["lanes"] = TwoLaneModel(model, backend, self.scoring)
         # A rate of 0: every step does all its work and leaves the same weights for the next variant.
         self._optimizers = {
-            form: torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
+            form: torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0, fused=True)
             for form, module in self._modules.items()
         }
 

@@ -39,7 +39,10 @@ def job_files(folder):
     tokenizer.save_pretrained(folder / "model")
     write_pairs(folder / "pairs.jsonl", 11)
     # With the usual eps, 1e-8, rounding in tiny gradients would decide the sign of an update.
-    adamw = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": "auto", "torch_adam": True}}
+    adamw = {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": "auto", "torch_adam": True, "fused": True},
+    }
     for stage in STAGES:
         settings = {**cases.deepspeed_json(stage, adamw), "gradient_clipping": 0.5}
         (folder / f"zero{stage}.json").write_text(json.dumps(settings))
