@@ -111,6 +111,8 @@ def measure_flatness(config: StochDPOConfig, num_layers: int, num_rounds: int) -
 
 
 def _step_without_attention(bench: Bench, variant: Any, batch: Workload, turn: int) -> tuple[float, float]:
+    # Else the profiler prints two lines a step.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CPU, activity.CUDA] if bench.device.type == "cuda" else [activity.CPU]
     started = time.perf_counter()
