@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,12 +50,13 @@ def measure(own: argparse.Namespace, config: StochDPOConfig, workload: Workload)
         count = own.draws if name in variants and variants[name].is_sampled else 1
         return [number * own.draws + k for k in range(count)]
 
-    peers = start_peers(own, config, workload)
-    try:
-        rounds = time_variants(timed_steps(config, own.layers, workload, variants, peers), own.rounds, turns)
-    finally:
-        for peer in peers.values():
-            peer.close()
+    with tempfile.TemporaryDirectory() as folder:
+        peers = start_peers(own, config, workload, Path(folder))
+        try:
+            rounds = time_variants(timed_steps(config, own.layers, workload, variants, peers), own.rounds, turns)
+        finally:
+            for peer in peers.values():
+                peer.close()
     memory: dict[str, MemoryFigures] = {}
     if own.memory:
         for name, variant in tqdm(variants.items(), desc="peak memory", unit="variant", mininterval=5):
@@ -94,13 +96,13 @@ def fit_variant(variant: BenchVariant, workload: Workload, shape: ModelShape, co
     return variant
 
 
-def start_peers(own: argparse.Namespace, config: StochDPOConfig, workload: Workload) -> dict[str, TrlPeer]:
-    """TRL, if its interpreter is given and the batch has text."""
+def start_peers(
+    own: argparse.Namespace, config: StochDPOConfig, workload: Workload, folder: Path
+) -> dict[str, TrlPeer]:
+    """TRL, if its interpreter is given and the batch has text; the model it loads is put into `folder`."""
     if not own.trl or not workload.path:
         return {}
-    folder = own.output_dir / "model"
-    if not (folder / "config.json").exists():
-        save_model(config, own.layers, folder)
+    save_model(config, own.layers, folder)
     facts = {
         "model": str(folder),
         "rows": raw_rows(workload),

@@ -43,10 +43,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def environment_of_nodes(problems: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+def environment_of_nodes(problems: list[str], *, no_ssh: bool) -> tuple[dict[str, str], dict[str, str]]:
     """What reaches the machines, and what is set here, changes a run, and does not; adds to `problems`."""
-    reaching = forwarded(os.environ, has_cuda=os.environ.get("DS_ACCELERATOR") != "cpu")
-    for path in env_files(os.environ, Path.cwd()):
+    reaching = {} if no_ssh else forwarded(os.environ, has_cuda=os.environ.get("DS_ACCELERATOR") != "cpu")
+    # Without ssh each machine has its own shell's environment and no other.
+    for path in [] if no_ssh else env_files(os.environ, Path.cwd()):
         values, found = read_env_file(path)
         reaching |= values
         problems += found
@@ -78,7 +79,7 @@ def main() -> int:
         slots = plan_hosts(
             hosts, include=args.include, exclude=args.exclude, num_nodes=args.num_nodes, num_gpus=args.num_gpus
         )
-        reaching, missing = environment_of_nodes(problems)
+        reaching, missing = environment_of_nodes(problems, no_ssh=args.no_ssh)
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr)
         return LaunchError.exit_code
@@ -91,7 +92,9 @@ def main() -> int:
         reaching, missing, problems = reaching | missing, {}, []
     show(slots, args, reaching)
     for key in missing:
-        print(f"warning: {key} is set here and does not reach the machines; put it into .deepspeed_env.")
+        way_out = "set it in the shell of each" if args.no_ssh else "put it into .deepspeed_env"
+        print(f"warning: {key} is set here and does not reach the machines; {way_out}.")
+    print("settings of the script are not looked at here: add --dry_run true to its own command for that.")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return LaunchError.exit_code if problems else 0

@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> Estimate:
     outlook = look_ahead(_with_config_file(parse_settings(rest)), (given[0], given[1], given[2]) if given else None)
     names = [name.strip() for name in flags.plans.split(",")] if flags.plans else None
     plans = plans_for(outlook, names)
-    with tqdm(total=len(plans), desc="plans", disable=not sys.stderr.isatty(), leave=False) as bar:
+    with tqdm(total=len(plans), desc="plans", mininterval=5, leave=False) as bar:
 
         def told(name: str) -> None:
             bar.set_postfix_str(name)

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import sys
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +33,8 @@ from ds_stochdpo.pruning.memory import recompute_peak
 
 MIB = 2**20
 WARM_TOKENS = 32
+BF16_JSON = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1_000_000, "overlap_comm": False}}
+"""bf16 needs ZeRO 1 to 3. On one rank ZeRO-3 would hold gathered copies of weights beside the weights themselves."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 """glibc keeps freed blocks of up to 32 MiB for itself, which would count as used; these limits make it return them."""
 
@@ -105,6 +106,8 @@ def train_long(settings: argparse.Namespace, device: torch.device, lm: LlamaForC
         learning_rate=1e-6,
     )
     ds = json.loads(Path(settings.deepspeed).read_text()) if settings.deepspeed else None
+    if ds is None and config.bf16:
+        ds = BF16_JSON
     engine = ds_stochdpo.initialize(model=lm, config=config, deepspeed=ds)
 
     def step(prompt: int, response: int) -> None:
@@ -164,8 +167,6 @@ def measure(step, settings: argparse.Namespace, meter: PeakMeter, lm: LlamaForCa
 
 def work(variant: str, settings: argparse.Namespace, pipe) -> None:
     """Body of a variant's process."""
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.manual_seed(0)
     torch.set_num_threads(settings.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -226,17 +227,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "threads": torch.get_num_threads(),
     }  # fmt: skip
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help="[%(default)s]")
     parser.add_argument("--branch", choices=["single", "both"], default="single")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--tie", action="store_true", help="share the embedding with the head")
     parser.add_argument("--offload", action="store_true", help="inputs of layers wait on the host (GPU)")
     parser.add_argument("--stock", choices=["auto", "never"], default="auto", help="measure stock DPO where it fits")
-    parser.add_argument("--deepspeed", default=None, help="DeepSpeed JSON; bfloat16 needs ZeRO 1 to 3")
+    parser.add_argument("--deepspeed", default=None, help="DeepSpeed JSON [none; bfloat16: ZeRO 2]")
     parser.add_argument("--output", type=Path, default=None, help="write a JSON record here")
     settings = parser.parse_args(argv)
-    if settings.dtype == "bfloat16" and settings.deepspeed is None:
-        settings.deepspeed = "ds_configs/zero3_cpu.json"
+    if settings.hidden % settings.heads or settings.heads % settings.kv_heads:
+        parser.error("hidden must be a multiple of heads, and heads of kv_heads")
     return settings
 
 
@@ -247,7 +248,11 @@ def main() -> None:
     ours = run("long", settings)
     stock = run("stock", settings) if settings.stock == "auto" and stock_estimate < 0.8 * free_bytes() else None
     total = sum(parts.values())
-    print(f"\n{'MiB beyond weights, gradients and optimizer':52s}")
+    print(
+        f"\n1 pair of {settings.prompt_tokens} + 2 x {settings.response_tokens} tokens, branch {settings.branch}, "
+        f"{settings.layers} layers of width {settings.hidden}, {settings.dtype}"
+    )
+    print("MiB beyond weights, gradients and optimizer")
     for name, part in parts.items():
         print(f"  {name:50s}{part / MIB:10.0f}")
     print(f"  {'together':50s}{total / MIB:10.0f}")
@@ -257,7 +262,7 @@ def main() -> None:
     stock_bytes = stock_estimate if stock is None else stock["bytes"]
     print(f"  {'stock DPO, ' + how:50s}{stock_bytes / MIB:10.0f}   {stock_bytes / ours['bytes']:.1f} times as much")
     record = {
-        "settings": {**vars(settings), "output": None},
+        "settings": {**vars(settings), "output": str(settings.output)},
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "parts_bytes": parts,

@@ -16,8 +16,6 @@ python launch/prepare_quickstart.py
 
 # From here on nothing is fetched; a hub look-up would be a mistake, and fails at once.
 export HF_HUB_OFFLINE=1
-# DeepSpeed 0.19.8 calls two collectives by names that torch 2.13 deprecates; each rank would say so twice.
-export PYTHONWARNINGS="ignore::FutureWarning:torch.distributed.c10d_logger${PYTHONWARNINGS:+,$PYTHONWARNINGS}"
 cores="$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')"
 if ((HAS_GPU)); then
     devices="$(nvidia-smi -L | grep -c GPU)"
@@ -33,7 +31,7 @@ port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0));
 
 say "3/4  training on $ranks rank(s), $OMP_NUM_THREADS thread(s) each (about 3 minutes on 2 CPU cores)"
 deepspeed --num_accelerators "$ranks" --master_port "$port" --log_level error launch/train.py \
-    --config launch/recipes/quickstart.yaml --gradient_accumulation_steps "$((2 / ranks))" ||
+    --config launch/recipes/quickstart.yaml --gradient_accumulation_steps "$((2 / ranks))" --overwrite_output_dir true ||
     stop "training failed; the message of the first rank that stopped is above."
 
 say "4/4  stock DPO, exact packed DPO and pruned DPO side by side on the same pairs (about 5 minutes on 2 CPU cores)"

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import warnings
 
 
 def main() -> int:
@@ -33,8 +32,6 @@ def main() -> int:
         # Every rank gets the same rows; one account of them is enough.
         for name in ("rows", "dataset"):
             logging.getLogger(f"ds_stochdpo.data.{name}").setLevel(logging.ERROR)
-    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 renames; nothing a user could change.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if rank != 0 or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     guard = Guard()

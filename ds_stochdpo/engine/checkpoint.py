@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ds_stochdpo.engine.completeness import (
+    as_readable_as_others,
     discard,
     find_damage,
     flush_file,
@@ -49,6 +50,8 @@ STATE_FORMAT = 1
 """Raised when state.json changes its meaning."""
 STATE_NAME = "state.json"
 _TAG = "deepspeed"
+_BROKEN_FILE = ("PytorchStreamReader", "legacy .tar format", "Ran out of input", "unexpected EOF")
+"""What torch says of a file that is none of its own, or no longer."""
 
 
 def save_checkpoint(engine: StochDPOEngine, folder: Path, run: dict[str, Any] | None = None) -> None:
@@ -133,6 +136,13 @@ def load_checkpoint(engine: StochDPOEngine, folder: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{folder} cannot be loaded without running what a file in it asks for ({' '.join(str(error).split())})."
+        ) from error
+    except (RuntimeError, EOFError, KeyError) as error:
+        if not any(word in str(error) for word in _BROKEN_FILE):
+            raise
+        raise CheckpointError(
+            f"{folder} cannot be loaded: one of its files is damaged inside ({str(error).splitlines()[0][:200]}). An "
+            "older checkpoint may be whole: name its folder in resume_from_checkpoint."
         ) from error
     _take_own_options(engine.deepspeed, *options)
     if engine.step != state["step"]:
@@ -237,6 +247,7 @@ def _save_generators(folder: Path, rank: int) -> None:
     rest = {"python": [version, gauss], "numpy": [kind, int(position), int(has_gauss), float(cached)]}
     path = _generator_file(folder, rank)
     save_file(tensors, path, metadata={"rest": json.dumps(rest)})
+    as_readable_as_others(path)
     flush_file(path)
 
 

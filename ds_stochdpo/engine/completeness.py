@@ -16,8 +16,8 @@ from typing import Any
 MARKER = "complete.json"
 MARKER_FORMAT = 1
 """Raised when the marker's layout changes."""
-_SMALL_BYTES = 2**20
-"""Files up to this size are compared by content too; a larger one only by size, which is what a check can afford."""
+_READ_BYTES = 2**20
+"""So much of a file's end is compared by content, which is what a check can afford."""
 
 
 def partial_name(folder: Path) -> Path:
@@ -29,6 +29,16 @@ def flush_file(path: Path) -> None:
     """Force a file's content to the disk; a rename alone survives a power cut before its content does."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+
+
+def as_readable_as_others(path: Path) -> None:
+    """Give a file the mode that any new file beside it has; safetensors makes its files private."""
+    probe = path.with_name(f".{path.name}.mode")
+    probe.touch()
+    try:
+        path.chmod(probe.stat().st_mode)
+    finally:
+        probe.unlink()
 
 
 def flush_folder(path: Path) -> None:
@@ -52,7 +62,8 @@ def write_json(path: Path, value: Any) -> None:
 def publish(partial: Path, folder: Path) -> None:
     """Give a finished folder its name and mark it complete; one rank calls this when all have written.
 
-    A folder of that name is replaced; until then it stays as it is.
+    A folder of that name is replaced; until then it stays as it is. A process that is killed between the two renames
+    leaves it as `.NAME.replaced`.
 
     Args:
         partial: Folder whose files are all written and flushed.
@@ -75,7 +86,13 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint folder if it is there; the marker goes first, so that no half of it is taken for whole."""
+    """Remove a checkpoint folder if it is there; the marker goes first, so that no half of it is taken for whole.
+
+    Of a link only the link goes: the folder it leads to is somebody else's.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / MARKER).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
@@ -84,26 +101,29 @@ def discard(folder: Path) -> None:
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder: one clause, or None if it is complete.
 
-    Sizes are compared for all files, contents for small ones: a flipped bit in a large file is not seen here.
+    Sizes are compared for all files, contents of small ones and of the end of large ones: there torch keeps a checksum
+    of each tensor, so that a file of another step is seen, but not a bit that flipped after the file was written.
     """
     if not folder.is_dir():
         return "there is no such folder"
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        files = dict(marker["files"])
+        files = {name: dict(record) for name, record in marker["files"].items()}
     except FileNotFoundError:
         return f"it has no {MARKER}, so saving it was not finished"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MARKER} cannot be read ({error})"
     if marker.get("format") != MARKER_FORMAT:
         return f"its {MARKER} has format {marker.get('format')}, not {MARKER_FORMAT}"
+    if not files:
+        return f"its {MARKER} names no file"
     for name, record in files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != record["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, not {record['bytes']}"
-        if "sha256" in record and _record(path) != record:
+        if path.stat().st_size != record.get("bytes"):
+            return f"{name} has {path.stat().st_size} bytes, not {record.get('bytes')}"
+        if len(record) > 1 and _record(path) != record:
             return f"{name} has other content than was saved"
     return None
 
@@ -122,7 +142,9 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _record(path: Path) -> dict[str, Any]:
+    """Size, and a digest of the end: of a small file that is all, of a large one of torch its checksums of tensors."""
     size = path.stat().st_size
-    if size > _SMALL_BYTES:
-        return {"bytes": size}
-    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    with path.open("rb") as file:
+        file.seek(max(0, size - _READ_BYTES))
+        end = hashlib.sha256(file.read()).hexdigest()
+    return {"bytes": size, "sha256" if size <= _READ_BYTES else "end_sha256": end}

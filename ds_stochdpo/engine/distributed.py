@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +27,8 @@ from ds_stochdpo.engine.compiled_ops import skip_cpu_comm_build
 from ds_stochdpo.errors import StochDPOError
 
 logger = logging.getLogger(__name__)
+# DeepSpeed 0.19.8 calls two collectives by names that torch 2.13 renames, at every step; nothing a user could change.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning, r"torch\.distributed")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 JOIN_TIMEOUT = timedelta(days=1)
@@ -155,10 +158,13 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def on_main(self, work: Callable[[], _T]) -> _T:
-        """Rank 0 does `work`, however long it takes; its result, or its StochDPOError, reaches every rank. Collective.
+    def on_main(self, work: Callable[[], _T], *, may_take_long: bool = True) -> _T:
+        """Rank 0 does `work`; its result, or its StochDPOError, reaches every rank. Collective.
 
-        The others wait outside of any collective, so that the time limit of one does not count.
+        Args:
+            work: What rank 0 does.
+            may_take_long: The others wait outside of any collective, so that the time limit of one does not count. Else
+                they wait in one, and a rank 0 that hangs is found out.
         """
         key = f"ds_stochdpo/on_main/{next(_calls)}"
         store = dist.distributed_c10d._get_default_store()
@@ -170,7 +176,7 @@ class Ranks:
                 outcome = (False, error)
             finally:
                 store.set(key, "done")
-        else:
+        elif may_take_long:
             while not store.check([key]):
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
         has_worked, value = self.from_main(outcome)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ds_stochdpo.engine.completeness import as_readable_as_others, flush_file, flush_folder, write_json
 from ds_stochdpo.engine.distributed import Ranks
 from ds_stochdpo.errors import ExportError
 
@@ -37,7 +37,7 @@ def export_model(
 
     Rank 0 holds one shard and one tensor at most beside the model. Weights keep the dtype they were trained in (bf16
     for bf16 training). Files get their names only when all of them are written and verified; a model that was in the
-    folder is complete until then.
+    folder is complete until then. A process that is killed while several files get their names leaves no model.
 
     Args:
         lm: The causal LM inside the two-lane model.
@@ -58,6 +58,9 @@ def export_model(
         max_shard_size=max_shard_size,
     )
     partial = output_dir / PARTIAL_NAME
+    if ranks.is_main:
+        # An export that was broken off left its shards there.
+        shutil.rmtree(partial, ignore_errors=True)
     problem: str | None = None
     for filename, names in plan.filename_to_tensors.items():
         shard = _gather({name: tensors[name] for name in names}, ranks)
@@ -94,6 +97,8 @@ def _write_shard(shard: dict[str, Tensor], path: Path) -> str | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(shard, path, metadata={"format": "pt"})
+        as_readable_as_others(path)
+        flush_file(path)
     except (OSError, SafetensorError) as error:
         size = sum(t.numel() * t.element_size() for t in shard.values())
         return f"{path.name} ({size} bytes) cannot be written ({error})"
@@ -107,18 +112,24 @@ def _publish(
     output_dir: Path,
     index: dict[str, Any] | None,
 ) -> str | None:
-    """Give the verified files their names, in place of an older model's; returns what went wrong."""
+    """Give the verified files their names, in place of an older model's; returns what went wrong.
+
+    Where several files have to change, the index goes first and comes last: a mix of two models does not load.
+    """
     try:
         written = {path.name for path in partial.iterdir()}
+        if index is not None:
+            (output_dir / INDEX_NAME).unlink(missing_ok=True)
         for path in partial.iterdir():
             os.replace(path, output_dir / path.name)
         partial.rmdir()
-        for stale in {*output_dir.glob("model*.safetensors")} - {output_dir / name for name in written}:
-            stale.unlink()
         if index is None:
             (output_dir / INDEX_NAME).unlink(missing_ok=True)
         else:
-            (output_dir / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            write_json(output_dir / INDEX_NAME, index)
+        flush_folder(output_dir)
+        for stale in {*output_dir.glob("model*.safetensors")} - {output_dir / name for name in written}:
+            stale.unlink()
         _save_config(lm, output_dir)
         if tokenizer is not None:
             tokenizer.save_pretrained(output_dir)

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from ds_stochdpo.data import PreferencePair
 from ds_stochdpo.data.dataset import fingerprint_of
+from ds_stochdpo.engine.completeness import as_readable_as_others
 from ds_stochdpo.engine.engine import StochDPOEngine
 from ds_stochdpo.errors import ConfigError, StochDPOError
 from ds_stochdpo.packing import assign_to_ranks
@@ -125,6 +126,9 @@ def _attach(pairs: Sequence[PreferencePair], logps: np.ndarray) -> list[Preferen
     return done
 
 
+_ABOVE_ZERO = 1e-2
+
+
 def _write_cache(cache_file: Path, pairs: Sequence[PreferencePair], logps: np.ndarray) -> None:
     metadata = {"format": str(CACHE_FORMAT), "pairs": fingerprint_of(pairs)}
     try:
@@ -132,6 +136,7 @@ def _write_cache(cache_file: Path, pairs: Sequence[PreferencePair], logps: np.nd
         with tempfile.TemporaryDirectory(dir=cache_file.parent, prefix=".partial-") as folder:
             partial = Path(folder) / cache_file.name
             save_file({"logps": logps}, partial, metadata=metadata)
+            as_readable_as_others(partial)
             os.replace(partial, cache_file)
     except (OSError, SafetensorError) as error:
         # The log-probs are in memory, so the run goes on; the next one computes them again.
@@ -149,7 +154,8 @@ def _read_cache(cache_file: Path, pairs: Sequence[PreferencePair]) -> np.ndarray
         return None
     fits = metadata.get("pairs") == fingerprint_of(pairs) and metadata.get("format") == str(CACHE_FORMAT)
     fits = fits and len(logps) == sum(len(p.chosen_ids) + len(p.rejected_ids) for p in pairs)
-    if not fits or not np.isfinite(logps).all() or not logps.any():
+    # Log-probabilities are at most 0, up to rounding.
+    if not fits or not np.isfinite(logps).all() or not logps.any() or (logps > _ABOVE_ZERO).any():
         logger.warning("reference cache %s does not fit these pairs; computing it again", cache_file)
         return None
     return logps

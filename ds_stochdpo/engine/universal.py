@@ -140,7 +140,7 @@ def _follow(process: subprocess.Popen[bytes], target: Path) -> None:
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
             cut, merged = (sum(1 for _ in path.glob("*")) for path in (target / "tmp", target / "zero"))
-            logger.info("converting: %d tensors %s", merged or cut, "put together" if merged else "cut out")
+            logger.info("converting: %d tensors %s", merged or cut, "put together" if merged else "read")
 
 
 def run_converter(source: str, target: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ds_stochdpo.config import StochDPOConfig
+from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.planning.forecast import Forecast, stock_of, variant_of
 from ds_stochdpo.planning.outlook import Outlook, look_ahead
 from ds_stochdpo.train.loop import plan_schedule
@@ -25,16 +26,20 @@ def dry_run(config: StochDPOConfig) -> str:
         config: The settings; `dry_run_ranks` says for how many ranks.
 
     Returns:
-        The plan as lines of text.
+        The plan as lines of text, with what is wrong with output_dir among them.
 
     Raises:
-        StochDPOError: If training would refuse the settings, the model or the pairs.
+        StochDPOError: If training would refuse other settings, the model or the pairs.
     """
     check_trackers(config)
-    claim_for(config)
     outlook = look_ahead(config)
     counts, stock = outlook.forecast(), outlook.forecast(stock_of(outlook.config))
     lines = ["dry run: settings are valid; nothing was downloaded or trained", ""]
+    try:
+        claim_for(config)
+    except ConfigError as error:
+        # Nothing that a plan depends on, and often meant: one looks at a plan again after a first run.
+        lines[1:1] = [f"but a run would be refused now: {error}"]
     lines += _head_lines(outlook)
     lines += _step_lines(outlook, counts)
     lines += ["", *_token_lines(counts, stock), "", *_memory_lines(outlook, counts)]

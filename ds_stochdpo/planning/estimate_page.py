@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
-from ds_stochdpo.planning.estimate import Estimate, Scale
+from ds_stochdpo.planning.estimate import OWN, Estimate, Scale
 
 GIB = 2**30
 TERA = 1e12
@@ -35,8 +35,7 @@ def _head(result: Estimate) -> list[str]:
     name = config.model_name_or_path or outlook.outline.source
     source = "" if outlook.outline.source == name else f" (sizes from {outlook.outline.source})"
     return [
-        f"model      {name}{source}: {outlook.outline.num_weights / GIGA:,.3f} x 10^9 weights, "
-        f"{'bf16' if config.bf16 else 'fp32'}",
+        f"model      {name}{source}: {outlook.outline.num_weights:,} weights, {'bf16' if config.bf16 else 'fp32'}",
         f"pairs      {outlook.told}",
         f"ranks      {state.world_size}, ZeRO stage {state.zero_stage}; {result.pairs_per_rank} pairs a rank and step, "
         f"gradient_checkpointing {str(config.gradient_checkpointing).lower()}, reference {config.reference}",
@@ -79,7 +78,19 @@ def _work(result: Estimate) -> list[str]:
         *_table("Work of one pair, mean over draws, in TFLOP (10^12 operations)", columns, rows),
         "  vs stock, vs exact: how many times faster if matrix products decide. stock: padded to the longest of a",
         "  micro-batch, logits of every row. packed: no padding, response rows only. exact: the prompt shared as well.",
+        *_rates_note(result),
     ]
+
+
+def _rates_note(result: Estimate) -> list[str]:
+    """The keep rates behind the names of the plans."""
+    pruned = {
+        key: getattr(plan.variant.plan, key)
+        for plan in result.plans
+        for key in ("prefix_keep", "position_keep")
+        if plan.variant.name != OWN and getattr(plan.variant.plan, key) < 1
+    }
+    return ["  Cuts of the plans: " + ", ".join(f"{key} {rate:g}" for key, rate in pruned.items())] if pruned else []
 
 
 def _memory(result: Estimate) -> list[str]:
@@ -119,8 +130,14 @@ def _traffic(result: Estimate) -> list[str]:
     return [
         *_table(title, columns, rows),
         "  The same for every plan at equal micro-batches: what was drawn changes no collective.",
+        *_budget_note(result),
         "  imbalance: work of the busiest rank over the mean of the ranks.",
     ]
+
+
+def _budget_note(result: Estimate) -> list[str]:
+    budget = result.outlook.config.max_tokens_per_micro_batch
+    return [f"  Padded plans take their pairs at once; the others are cut at {budget:,} tokens."] if budget else []
 
 
 def _scaling(result: Estimate) -> list[str]:

@@ -84,7 +84,7 @@ class Checkpoints:
         folder = self.output_dir / f"checkpoint-{engine.step}"
         if engine.step == self.last_step:
             return folder
-        engine.ranks.on_main(self._check_room)
+        engine.ranks.on_main(self._check_room, may_take_long=False)
         save_checkpoint(engine, folder, {**self.identity, "progress": progress})
         self.last_step = engine.step
         if engine.ranks.is_main:

@@ -17,7 +17,7 @@ from ds_stochdpo.errors import Interrupted, LockstepError
 from ds_stochdpo.packing import assign_to_ranks, pair_tokens
 from ds_stochdpo.pruning import PairDraw, full_draw, pair_cost
 from ds_stochdpo.train.checkpoints import Checkpoints
-from ds_stochdpo.train.progress import Progress
+from ds_stochdpo.train.progress import Progress, share_of
 from ds_stochdpo.train.record import RunRecord
 
 
@@ -88,6 +88,7 @@ class TrainLoop:
         self.config = engine.config
         self.evaluations: list[dict[str, Any]] = []
         self._unlogged: list[Metrics] = []
+        self._owes_evaluation = False
 
     def run(self) -> None:
         """Train, with an evaluation before and after. Collective.
@@ -104,6 +105,9 @@ class TrainLoop:
         total = self.schedule.total_steps
         if self.engine.step == 0 and not self.evaluations:
             self.evaluate()
+        if self._owes_evaluation:
+            self._owes_evaluation = False
+            self.evaluate()
         with self._progress("training", total, "step", done=self.engine.step) as bar:
             while self.engine.step < total:
                 metrics = self.train_step()
@@ -118,9 +122,11 @@ class TrainLoop:
         if step % config.logging_steps == 0 or is_last:
             self.record.metrics({"step": step, "epoch": self._epochs(), **_summary(self._unlogged)})
             self._unlogged = []
+        is_due = config.eval_steps is not None and step % config.eval_steps == 0 and not is_last
         if self.engine.stop_agreed:
+            self._owes_evaluation = is_due
             raise Interrupted(self.engine.stop_agreed)
-        if config.eval_steps and step % config.eval_steps == 0 and not is_last:
+        if is_due:
             self.evaluate()
         if config.save_steps and (step % config.save_steps == 0 or is_last):
             self.save_checkpoint()
@@ -140,6 +146,7 @@ class TrainLoop:
                 "unlogged": [{name: _to_json(value) for name, value in m.items()} for m in self._unlogged],
                 "lines": self.record.flush(),
                 "first_evaluation": self.evaluations[0] if self.evaluations else None,
+                "owes_evaluation": self._owes_evaluation,
             },
         )
 
@@ -147,6 +154,7 @@ class TrainLoop:
         """Take up what `save_checkpoint` kept beside the engine's own state."""
         self._unlogged = [{name: float(value) for name, value in m.items()} for m in progress["unlogged"]]
         self.evaluations = [progress["first_evaluation"]] if progress["first_evaluation"] else []
+        self._owes_evaluation = progress.get("owes_evaluation", False)
 
     def _keep(self, name: str) -> str:
         """Save the present step if the run makes checkpoints; returns what is kept, alike on all ranks."""
@@ -180,7 +188,7 @@ class TrainLoop:
         if not self.test_pairs:
             return
         own = self._share(self.test_pairs, [full_draw(len(p.chosen_ids), len(p.rejected_ids)) for p in self.test_pairs])
-        with self._progress("evaluating", len(own), "pair") as bar:
+        with self._progress("evaluating" + share_of(self.engine.ranks), len(own), "pair") as bar:
             metrics = self.engine.evaluate([self.test_pairs[i] for i in own], bar.advance)
         line = {"step": self.engine.step, "epoch": self._epochs()}
         line |= {f"eval_{name}": value for name, value in metrics.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -20,6 +21,8 @@ from ds_stochdpo.errors import ConfigError
 from ds_stochdpo.train.checkpoints import find_checkpoints, leftovers
 from ds_stochdpo.train.trackers import TENSORBOARD_FOLDER
 
+logger = logging.getLogger(__name__)
+
 RUN_FILES = ("metrics.jsonl", "run.json", "draws.jsonl", "report.html", "report.png")
 """Written while a run goes on. The model beside them is replaced by the export, not before."""
 LOCK_NAME = ".lock"
@@ -36,10 +39,12 @@ class Claim:
     Attributes:
         stale: Files and checkpoints of an earlier run to remove, once all settings have proved right.
         continues: Whether the files of the earlier run are continued.
+        newer: Checkpoints that the run's own ones will replace; to remove once the chosen one is loaded.
     """
 
     stale: list[Path] = field(default_factory=list)
     continues: bool = False
+    newer: list[Path] = field(default_factory=list)
 
 
 def claim_for(config: StochDPOConfig) -> Claim:
@@ -60,7 +65,7 @@ def claim_for(config: StochDPOConfig) -> Claim:
     stale = [folder / name for name in RUN_FILES if (folder / name).exists()] + sorted(folder.glob(_EVENTS))
     checkpoints = find_checkpoints(folder)
     if _continues(config, [path for _, path in checkpoints]):
-        return Claim(leftovers(folder) + _newer_than_chosen(config, checkpoints), continues=True)
+        return Claim(leftovers(folder), continues=True, newer=_newer_than_chosen(config, checkpoints))
     if found and not config.overwrite_output_dir and not _is_false_start(config, folder, found):
         way_out = "resume_from_checkpoint: latest to continue it, " if checkpoints else ""
         raise ConfigError(
@@ -127,9 +132,22 @@ def _is_false_start(config: StochDPOConfig, folder: Path, found: list[Path]) -> 
 
 
 def remove(paths: Sequence[Path]) -> None:
-    """Remove files and folders; what is not there is no matter."""
+    """Remove files and folders; what is not there is no matter, and what a link leads to stays.
+
+    Raises:
+        ConfigError: If one of them cannot be removed.
+    """
+    try:
+        _remove(paths)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be removed: {error.strerror or error}.") from error
+    if paths:
+        logger.info("removed from %s: %s", paths[0].parent, ", ".join(path.name for path in paths))
+
+
+def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -176,7 +194,7 @@ def _take(lock: FileLock, folder: Path) -> str:
             f"output_dir is {folder}, where another run is writing now; name another folder, or wait for its end."
         ) from None
     except OSError as error:
-        raise ConfigError(f"output_dir is {folder}, which cannot be written: {error.strerror}.") from error
+        raise ConfigError(f"output_dir is {folder}, which cannot be written: {error.strerror or error}.") from error
     return marker.name
 
 

@@ -9,11 +9,18 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ds_stochdpo.engine import Ranks
+
 logger = logging.getLogger(__name__)
 
 LINES_PER_BAR = 10
 """Plain lines of one bar when the output is not a terminal; a long one writes more."""
 LONGEST_SILENCE_S = 60.0
+
+
+def share_of(ranks: Ranks) -> str:
+    """For the title of work that ranks share, of which rank 0 counts its own."""
+    return f", rank 0 of {ranks.world_size}" if ranks.world_size > 1 else ""
 
 
 class Progress:

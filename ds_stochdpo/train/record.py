@@ -52,9 +52,7 @@ class RunRecord:
             remove(stale)
             self.earlier = _read_json(folder / "run.json")
         except OSError as error:
-            raise ConfigError(f"output_dir is {folder}, which cannot be written: {error.strerror}.") from error
-        if stale:
-            logger.info("removed from %s: %s", folder, ", ".join(path.name for path in stale))
+            raise ConfigError(f"output_dir is {folder}, which cannot be written: {error.strerror or error}.") from error
         self._check_writable()
 
     def __enter__(self) -> RunRecord:

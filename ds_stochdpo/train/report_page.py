@@ -29,6 +29,8 @@ EVALUATION_ROWS = (
     ("logps/rejected", "log-prob of the rejected response, nats"),
 )
 
+ROUNDING = 1e-4
+"""Margins below it are those of a policy that is its reference, run in another packing."""
 STYLE = """
 :root { color-scheme: light; }
 body { margin: 0; background: #f4f6f8; color: #1f2933;
@@ -177,9 +179,10 @@ def _evaluation_table(evaluations: list[Line]) -> str:
         rows.append((name, _number(before), _number(after), change))
     columns = ("Held-out pairs, nothing sampled", f"step {first['step']}", f"step {last['step']}", "change")
     table = "<h2>Before and after</h2>" + _table(columns, rows, numeric=(1, 2, 3))
-    if first["step"] == 0 and first.get("eval_rewards/margins") == 0:
+    if first["step"] == 0 and abs(first.get("eval_rewards/margins", 1.0)) < ROUNDING:
         table += (
-            "<p>Before training, policy and reference are the same: every margin is 0, so no pair counts as won.</p>"
+            "<p>Before training, policy and reference are the same: margins are 0 up to rounding, and the accuracy "
+            "says nothing.</p>"
         )
     return table
 

@@ -146,11 +146,11 @@ def choose_start(config: StochDPOConfig, ranks: Ranks, ds: dict[str, Any], own: 
     if config.resume_from_checkpoint is None:
         return None
     # Rank 0 decides, so that no rank can take another one.
-    folder = ranks.on_main(lambda: _choose(config))
+    folder = ranks.on_main(lambda: _choose(config), may_take_long=False)
     if folder is None:
         return None
     check_same_folder(ranks, folder)
-    state = ranks.on_main(lambda: read_state(folder))
+    state = ranks.on_main(lambda: read_state(folder), may_take_long=False)
     if "identity" not in state["run"]:
         raise CheckpointError(
             f"{folder} was saved by the Python API, without settings and data; load it with engine.load_checkpoint."

@@ -47,8 +47,8 @@ from ds_stochdpo.errors import ConfigError, Interrupted, NonFiniteError
 from ds_stochdpo.job import Guard, check_ranks_agree, commit, versions
 from ds_stochdpo.train.checkpoints import Checkpoints
 from ds_stochdpo.train.loop import Schedule, TrainLoop, plan_schedule
-from ds_stochdpo.train.output_dir import claim_for, hold_output_dir
-from ds_stochdpo.train.progress import Progress
+from ds_stochdpo.train.output_dir import claim_for, hold_output_dir, remove
+from ds_stochdpo.train.progress import Progress, share_of
 from ds_stochdpo.train.record import RunRecord
 from ds_stochdpo.train.report import write_report
 from ds_stochdpo.train.resume import Start, choose_start, run_identity
@@ -87,7 +87,7 @@ def run_training(config: StochDPOConfig, guard: Guard | None = None) -> None:
     with process_group(timedelta(seconds=config.ddp_timeout)) as ranks, hold_output_dir(output_dir, ranks):
         check_ranks_agree(ranks)
         # Again, now that no other run can write there.
-        claim = ranks.on_main(lambda: claim_for(config))
+        claim = ranks.on_main(lambda: claim_for(config), may_take_long=False)
         digests = _digests(config, ranks)
         identity = run_identity(resolved, ds, train_set, digests, world_size=world_size)
         start = choose_start(resolved, ranks, ds, identity)
@@ -105,15 +105,17 @@ def run_training(config: StochDPOConfig, guard: Guard | None = None) -> None:
                 engine.config, writes=ranks.is_main, first_step=start.state["step"] + 1 if start else None
             )
             _announce(engine, schedule, train_set)
-            windows, test_pairs = _pairs_to_train(
-                engine, train_set, test_set, tokenizer, digests, pairs_per_step=schedule.pairs_per_step
-            )
-            loop = TrainLoop(engine, schedule, record, windows, test_pairs, checkpoints)
-            if start:
-                _restore(loop, start, checkpoints if claim.continues else None)
-            if config.save_steps:
-                checkpoints.warn_if_tight(engine, -(-schedule.total_steps // config.save_steps))
             try:
+                windows, test_pairs = _pairs_to_train(
+                    engine, train_set, test_set, tokenizer, digests, pairs_per_step=schedule.pairs_per_step
+                )
+                loop = TrainLoop(engine, schedule, record, windows, test_pairs, checkpoints)
+                if start:
+                    _restore(loop, start, checkpoints if claim.continues else None)
+                    # Only now: until then they may be what is left to go on from.
+                    ranks.on_main(lambda: remove(claim.newer), may_take_long=False)
+                if config.save_steps:
+                    checkpoints.warn_if_tight(engine, -(-schedule.total_steps // config.save_steps))
                 loop.run()
             except (Interrupted, NonFiniteError) as error:
                 record.run({**facts, "stopped": str(error), "exit_code": error.exit_code})
@@ -133,6 +135,8 @@ def _restore(loop: TrainLoop, start: Start, continued: Checkpoints | None) -> No
     """Load the checkpoint; after the reference was scored, for which the policy had to be the initial one."""
     load_checkpoint(loop.engine, start.folder)
     loop.restore(start.progress)
+    if loop.engine.ranks.is_main and loop.engine.step >= loop.schedule.total_steps:
+        logger.info("all %d optimizer steps were done before; no step is left", loop.schedule.total_steps)
     if continued is not None:
         loop.record.cut(start.progress["lines"])
         continued.last_step = loop.engine.step
@@ -237,7 +241,8 @@ def _with_reference(
     )
     folder = Path(config.reference_cache_dir) if config.reference_cache_dir else _default_cache()
     share = -(-len(pair_set.pairs) // ranks.world_size)
-    with Progress(f"reference log-probs, {what}", share, "pair", is_shown=ranks.is_main) as bar:
+    title = f"reference log-probs, {what}{share_of(ranks)}"
+    with Progress(title, share, "pair", is_shown=ranks.is_main) as bar:
         return add_reference(engine, pair_set.pairs, folder / f"{key}.safetensors", bar.advance)
 
 
@@ -282,10 +287,11 @@ def _announce(engine: StochDPOEngine, schedule: Schedule, train_set: PairSet | P
     config = engine.config
     stage = engine.ds_config.get("zero_optimization", {}).get("stage", 0)
     precision = "bf16" if config.bf16 else "fp32"
+    rest = 0 if isinstance(train_set, PairStream) else len(train_set.pairs) % schedule.pairs_per_step
     logger.info(
-        "%s pairs, %d optimizer steps of %d pairs, %d rank(s), ZeRO stage %s, %s, attention %s, max_length %s",
+        "%s pairs, %d optimizer steps of %d pairs%s, %d rank(s), ZeRO stage %s, %s, attention %s, max_length %s",
         "streamed" if isinstance(train_set, PairStream) else len(train_set.pairs), schedule.total_steps,
-        schedule.pairs_per_step, engine.ranks.world_size, stage,
+        schedule.pairs_per_step, f" (the last of a pass has {rest})" if rest else "", engine.ranks.world_size, stage,
         precision, engine.attention, train_set.max_length,
     )  # fmt: skip
     plan = config.pruning
@@ -307,5 +313,7 @@ def _announce_end(loop: TrainLoop, output_dir: Path) -> None:
             None,
             loop.config.model_name_or_path,
         ):
-            logger.info("  before: policy and reference are the same, every margin is 0 and no pair counts as won")
+            logger.info(
+                "  before: policy and reference are the same: margins are 0 up to rounding, the accuracy says nothing"
+            )
     logger.info("model, metrics.jsonl and report.html are in %s", output_dir)

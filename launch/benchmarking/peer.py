@@ -6,7 +6,6 @@ Entry: `TrlPeer`. Run by itself (`python peer.py FACTS.json`, in that environmen
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -29,7 +28,6 @@ class TrlPeer:
     Attributes:
         title: For people.
         versions: TRL, transformers and torch of its environment.
-        last_loss: Loss of the last step.
     """
 
     def __init__(self, python: str, name: str, facts: dict[str, Any]) -> None:
@@ -62,13 +60,10 @@ class TrlPeer:
             [python, __file__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self.versions = self._ask(None)["versions"]
-        self.last_loss = math.nan
 
     def step(self) -> float:
         """Take one optimizer step; seconds it took."""
-        answer = self._ask("step")
-        self.last_loss = answer["loss"]
-        return float(answer["seconds"])
+        return float(self._ask("step")["seconds"])
 
     def close(self) -> None:
         """End the process."""

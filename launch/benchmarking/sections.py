@@ -178,7 +178,7 @@ def measure_gathers(config: StochDPOConfig, num_layers: int, num_rounds: int) ->
         request.write_text(json.dumps({"settings": config.to_dict(), "layers": num_layers, "answer": str(answer)}))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         script = Path(__file__).with_name("gathers.py")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([*command, str(script), str(request)], check=True, env=environment, stdout=subprocess.DEVNULL)
         return json.loads(answer.read_text())
 

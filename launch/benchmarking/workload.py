@@ -112,7 +112,10 @@ def raw_rows(workload: Workload) -> list[dict[str, Any]]:
     source = find_source(StochDPOConfig(dataset_name=str(workload.path)), "train")
     wanted = [pair.pair_id for pair in workload.pairs]
     rows = [row for row, _ in source.rows(max(wanted) + 1)]
-    return [{key: rows[i][key] for key in ("prompt", "chosen", "rejected")} for i in wanted]
+    keys = ("prompt", "chosen", "rejected")
+    if any(key not in rows[i] for i in wanted for key in keys):
+        raise ConfigError(f"{workload.path} lacks one of {', '.join(keys)}, which TRL is given; leave out --trl.")
+    return [{key: rows[i][key] for key in keys} for i in wanted]
 
 
 def save_model(config: StochDPOConfig, num_layers: int, folder: Path) -> None:

@@ -1,12 +1,13 @@
 """Checkpoints by the Python API: the engine goes on exactly, and knows that its weights are no reference any more."""
 
 import json
+import os
 
 import pytest
 
 import ds_stochdpo
 from ds_stochdpo import CheckpointError, ConfigError
-from ds_stochdpo.engine import checkpoint
+from ds_stochdpo.engine import checkpoint, export
 from tests.multiproc import cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -77,3 +78,37 @@ def test_the_predicted_size_is_that_of_the_files(tmp_path):
         written = sum(p.stat().st_size for p in files)
         # Beside the tensors, the files hold names, settings and zip headers.
         assert checkpoint.state_bytes(saving) < written < checkpoint.state_bytes(saving) + 60_000
+
+
+def test_an_export_that_was_broken_off_leaves_nothing_in_the_next(tmp_path, monkeypatch):
+    one = engine(stage=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_find_problem", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            export.export_model(one.module.lm, tmp_path, one.ranks, max_shard_size=20_000)
+    assert list((tmp_path / export.PARTIAL_NAME).iterdir())
+    one.export(tmp_path)
+    assert [p.name for p in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_half_a_model_over_another_one_does_not_load(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    one = engine(stage=0)
+    export.export_model(one.module.lm, tmp_path, one.ranks, max_shard_size=20_000)
+    moved, inner = [], os.replace
+
+    def replace(source, target):
+        moved.append(target)
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        inner(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export.os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            export.export_model(one.module.lm, tmp_path, one.ranks, max_shard_size=20_000)
+    with pytest.raises(OSError, match="no file named"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    export.export_model(one.module.lm, tmp_path, one.ranks, max_shard_size=20_000)
+    AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -38,7 +38,11 @@ def test_a_published_folder_is_whole(whole):
         (lambda f: (f / MARKER).write_text("{"), "complete.json cannot be read"),
         (lambda f: (f / MARKER).write_text('{"format": 1}'), "complete.json cannot be read"),
         (lambda f: (f / MARKER).write_text('{"format": 9, "files": {}}'), "has format 9, not 1"),
+        (lambda f: (f / MARKER).write_text('{"format": 1, "files": {"a": 5}}'), "complete.json cannot be read"),
+        (lambda f: (f / MARKER).write_text('{"format": 1, "files": {}}'), "complete.json names no file"),
         (lambda f: (f / "state.json").unlink(), "state.json is missing"),
+        # The end of a large file of torch holds the checksums of its tensors.
+        (lambda f: (f / "deepspeed" / "weights.pt").write_bytes(bytes(2**20 + 4) + b"x"), "pt has other content"),
         (lambda f: (f / "state.json").write_bytes(b"other"), "state.json has other content"),
         (lambda f: os.truncate(f / "deepspeed" / "weights.pt", 4), "weights.pt has 4 bytes, not 1048581"),
         (discard, "there is no such folder"),
@@ -47,6 +51,19 @@ def test_a_published_folder_is_whole(whole):
 def test_damage_is_named(whole, damage, said):
     damage(whole)
     assert said in find_damage(whole)
+
+
+def test_a_link_goes_and_what_it_leads_to_stays(whole, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(whole)
+    discard(link)
+    assert not link.exists()
+    assert find_damage(whole) is None
+    link.symlink_to(whole)
+    publish(write(link, b"new"), link)
+    assert not link.is_symlink()
+    assert (link / "state.json").read_bytes() == b"new"
+    assert (find_damage(whole), (whole / "state.json").read_bytes()) == (None, b"small")
 
 
 def test_a_folder_that_is_replaced_stays_until_the_new_one_is_written(whole, monkeypatch):

@@ -34,8 +34,16 @@ def test_machines_command_and_environment_are_shown(folder):
     assert "hostB: ranks 2 to 3, slots 0, 1" in lines
     assert "launch/train.py --config 'my run.yaml'" in done.stdout
     assert {"OMP_NUM_THREADS=4", "HF_TOKEN=********", "A=b=c", f"PYTHONPATH={ROOT}"} <= set(lines)
-    assert "warning: HF_HOME is set here and does not reach the machines" in done.stdout
+    assert "warning: HF_HOME is set here and does not reach the machines; put it into .deepspeed_env" in done.stdout
     assert "hf_secret" not in done.stdout + done.stderr
+
+
+def test_without_ssh_each_machine_has_its_own_shell(folder):
+    options = ("--hostfile", "hosts", "--no_ssh", "--node_rank", "0", "launch/train.py")
+    done = check(folder, *options, HF_HOME="/shared/hf")
+    assert done.returncode == 0, done.stderr
+    assert "OMP_NUM_THREADS=4" not in done.stdout
+    assert "warning: HF_HOME is set here and does not reach the machines; set it in the shell of each." in done.stdout
 
 
 def test_a_clean_environment_file_is_written(folder):

@@ -31,11 +31,15 @@ def test_a_70b_recipe_before_anything_is_rented(tmp_path):
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "70.554 x 10^9 weights, bf16" in done.stdout
+    assert "70,553,706,496 weights, bf16" in done.stdout
     stock, own = json.loads(path.read_text())["plans"]
     # 1024 + 1023 live and 1023 frozen tokens instead of 4096 live ones: about 4 x 4096 / (4 x 2047 + 1023).
     assert own["times_faster_than_stock"] == pytest.approx(1.78, rel=0.01)
     assert own["peak"]["device"] < 80 * 10**9 < stock["peak"]["device"]
+    readme = (ROOT / "README.md").read_text()
+    for title, plan in (("stock DPO", stock), ("exact + single branch (the recipe)", own)):
+        tflop, faster = plan["work"]["total"] / 10**12, plan["times_faster_than_stock"]
+        assert f"| {title} | {tflop:,.0f} | {faster:.2f} | {plan['peak']['device'] / 2**30:.1f} |" in readme
     # Each of 32 ranks gathers 141 GB of bf16 weights twice.
     assert own["traffic"]["all_gather"] == 2 * 2 * 70_553_706_496
 

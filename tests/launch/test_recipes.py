@@ -1,5 +1,6 @@
 """Every recipe passes a dry run on a machine without network, model and data; what is wrong is refused there too."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -109,6 +110,16 @@ def test_local_model_and_pairs_are_read(folder):
     assert re.search(r"steps +3, 2 of them warm-up", plan)
     assert "not on disk" not in plan
     assert not (folder / "out").exists()
+
+
+def test_an_earlier_run_is_told_and_no_obstacle(folder, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    settings = settings_of(folder, output_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        run_training(dataclasses.replace(settings, dry_run=False))
+    lines = dry_run(settings).splitlines()
+    assert lines[1].startswith(f"but a run would be refused now: output_dir is {tmp_path}, which holds an earlier run")
+    assert lines[2:] == dry_run(settings_of(folder)).splitlines()[1:]
 
 
 def test_ranks_are_those_started_unless_said_otherwise(folder, monkeypatch):

@@ -106,6 +106,8 @@ def test_files_load_in_plain_transformers_with_the_trained_values(exported, name
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     after = load_file(job.folder / f"{name}-after.safetensors")
     lm, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    modes = {path.stat().st_mode for path in folder.iterdir() if path.is_file()}
+    assert len(modes) == 1, "weights are as readable as the rest"
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert lm.dtype == dtype

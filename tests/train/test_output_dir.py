@@ -85,7 +85,7 @@ def test_an_older_checkpoint_lets_newer_ones_go_only_if_told(earlier):
         claim(earlier, **settings)
     found = claim(earlier, **settings, overwrite_output_dir=True)
     assert found.continues
-    assert names(found.stale) == ["checkpoint-12", "checkpoint-8"]
+    assert names(found.newer) == ["checkpoint-12", "checkpoint-8"]
 
 
 def test_a_checkpoint_of_another_folder_starts_new_files(earlier, tmp_path):

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -15,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from ds_stochdpo import CheckpointError, ConfigError, StochDPOConfig, StochDPOError, initialize
 from ds_stochdpo.engine.completeness import MARKER, find_damage
 from ds_stochdpo.engine.universal import check_convertible
+from ds_stochdpo.errors import Interrupted
 from ds_stochdpo.train import run
+from ds_stochdpo.train.loop import TrainLoop
 from tests.tiny import pair_rows, tiny_llama, tiny_tokenizer, write_pairs, write_rows
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}
@@ -253,6 +256,46 @@ def test_a_file_that_would_run_code_is_not_loaded(saved, train, tmp_path):
     with pytest.raises(CheckpointError, match=r"checkpoint-7 cannot be loaded .*mkdir"):
         train("copy", resume_from_checkpoint="latest")
     assert not (tmp_path / "ran").exists()
+
+
+def test_newer_checkpoints_stay_until_the_chosen_one_is_loaded(saved, train):
+    """The marker's digests would tell of the damage before; whoever mends a marker by hand has none."""
+    (target,) = (saved / "checkpoint-3" / "deepspeed").glob("*optim_states.pt")
+    target.write_bytes(target.read_bytes()[:-100] + bytes(100))
+    marker = json.loads((saved / "checkpoint-3" / MARKER).read_text())
+    del marker["files"][f"deepspeed/{target.name}"]
+    (saved / "checkpoint-3" / MARKER).write_text(json.dumps(marker))
+    older = {"resume_from_checkpoint": "copy/checkpoint-3", "overwrite_output_dir": True}
+    with pytest.raises(CheckpointError, match=r"checkpoint-3 cannot be loaded: one of its files is damaged inside"):
+        train("copy", save_steps=3, **older)
+    assert checkpoints(saved)[1:] == ["checkpoint-6", "checkpoint-7"]
+    train("copy", save_steps=100, **older | {"resume_from_checkpoint": "copy/checkpoint-6"})
+    assert checkpoints(saved) == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
+    assert json.loads((saved / "run.json").read_text())["resumed"][-1]["step"] == 6
+
+
+def stop_at(step, monkeypatch):
+    """What SIGTERM does: the watcher of a rank wishes to stop while this optimizer step is under way."""
+    inner = TrainLoop.train_step
+
+    def train_step(loop):
+        loop.engine.watch.wanted = signal.SIGTERM if loop.engine.step == step - 1 else 0
+        return inner(loop)
+
+    monkeypatch.setattr(TrainLoop, "train_step", train_step)
+
+
+def test_an_evaluation_that_a_stop_came_before_is_made_up_for(job, train, monkeypatch):
+    settings = {"save_steps": 100, "eval_steps": 2, "dataset_test_split": "pairs.jsonl", "max_steps": 5}
+    train("evaluated", **settings)
+    with monkeypatch.context() as patch:
+        stop_at(4, patch)
+        with pytest.raises(Interrupted, match="checkpoint-4 is complete"):
+            train("stopped", **settings)
+    assert json.loads((job / "stopped" / "run.json").read_text())["exit_code"] == 143
+    train("stopped", **settings, resume_from_checkpoint="latest")
+    assert logged(job / "stopped") == logged(job / "evaluated")
+    assert [line["step"] for line in logged(job / "stopped") if "eval_loss" in line] == [0, 2, 4, 5]
 
 
 def test_run_again_without_a_word_with_resume_and_with_overwrite(job, saved, train, caplog):
