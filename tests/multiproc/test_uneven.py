@@ -97,7 +97,8 @@ def test_every_row_once_an_epoch_and_padding_without_weight(inputs, jobs, name):
         if epoch + 1 <= epochs:
             assert sorted(ids) == list(range(num_rows))
     pairs_of_step = pairs_of_micro_step * micro_steps
-    said = f"{num_rows} pairs, {sum(steps)} optimizer steps of {pairs_of_step} pairs, 2 rank(s)"
+    rest = f" (the last of a pass has {num_rows % pairs_of_step})"
+    said = f"{num_rows} pairs, {sum(steps)} optimizer steps of {pairs_of_step} pairs{rest}, 2 rank(s)"
     assert said in jobs[2][1].outputs[0]
     assert [line["step"] for line in lines(folder / "2" / "metrics.jsonl")] == list(range(1, sum(steps) + 1))
     saved = {path.name for path in (folder / "2").glob("checkpoint-*")}
