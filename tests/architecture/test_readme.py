@@ -39,8 +39,8 @@ OTHER_FLAGS = set(
     "shutdown_timeout write_env config help rows "
     # Of launch/estimate.py.
     "prompt_tokens chosen_tokens rejected_tokens tflops gpus_per_node link_gbps node_gbps plans nodes json "
-    # Of launch/bench.py.
-    "workloads trl layers sections variants".split()
+    # Of launch/bench.py and launch/long_pair.py.
+    "workloads trl layers sections variants dtype".split()
 )
 
 
